@@ -138,6 +138,7 @@ PARTS = (
     Part(partial(summary.overhead_table, max_cpu_us=MAX_CPU_US), "cpu_us", OURS),
     Part(partial(summary.goals_table, goals=GOALS), names=(*TOGETHER, "mtagen cuda sm_80")),
     Part(summary.data_table, suite="data"),
+    Part(summary.scores_table, suite="scores"),
     Part(partial(summary.goals_table, goals=DATA_GOALS), suite="data"),
 )
 

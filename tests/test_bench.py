@@ -27,6 +27,7 @@ from mtagen.bench.contenders import (
     Compiled,
     Contender,
     Eager,
+    Flex,
     Liger,
     OneByOne,
     Padded,
@@ -34,6 +35,9 @@ from mtagen.bench.contenders import (
     entrants,
     make_inputs,
 )
+from mtagen.bench.expressions import expressions, name_expression
+from mtagen.bench.flex import SCORE_MODS
+from mtagen.bench.names import FLEX
 from mtagen.bench.rates import Rates, measure_rates, roofline_ms, useful_flop
 from mtagen.bench.suites import KERNELS, SUITES, suite
 from mtagen.cli import app
@@ -242,6 +246,45 @@ def test_data_suite_has_the_base_of_each_window_and_of_dropout() -> None:
         costly = [case for case in cases if case.base != case and not case.spec.packed]
         assert costly
         assert {case.base for case in costly} <= set(cases)
+
+
+def test_scores_suite() -> None:
+    cases = suite("scores", "cuda")
+    assert len(cases) == 3 * 2 * 2 * (1 + len(expressions(16)))
+    assert {case.base for case in cases} <= set(cases)
+    assert {case.sizes for case in cases} == {Sizes(1, 16, 16, 8192, 8192)}
+    named = {name_expression(case.spec, 16) for case in cases}
+    assert named == {"", *expressions(16)}
+    assert Case.from_dict(cases[-1].to_dict()) == cases[-1]
+
+
+def test_names_of_expressions() -> None:
+    assert name_expression(Spec(PAPER, 64), 16) == ""
+    assert name_expression(Spec(PAPER, 64, logits="50.0 * tanh(s / 50)"), 16) == "softcap"
+    assert name_expression(Spec(PAPER, 64, logits="20 * tanh(s / 20)", sink=True), 16) == "logits 20*tanh(s/20), sink"
+    assert name_expression(Spec(None, 64, visible="j >= 3"), 16) == "visible j >= 3"
+
+
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_flex_attention_has_the_expression(name: str) -> None:
+    spec = Spec(None, 16, dtype="fp32", **expressions(4).get(name, {}))
+    flex = Flex(FLEX, CPU, compiled=False)
+    one = Case(spec, Sizes(1, 4, 4, 40, 40), "forward")
+    assert flex.enters(one)
+    inputs = make_inputs(one, CPU)
+    ours = mtagen.build(**spec.to_dict(), backend="torch", target="cpu")
+    expected = ours(inputs.q, inputs.k, inputs.v, **inputs.options(inputs.named))
+    torch.testing.assert_close(flex.prepare(one)(*flex.arguments(one, inputs)), expected)
+
+
+def test_flex_attention_is_refused_where_it_has_no_such_option() -> None:
+    flex = Flex(FLEX, CPU, compiled=False)
+    sizes = Sizes(1, 4, 4, 40, 40)
+    assert "no such option" in str(flex.refusal(Case(Spec(None, 16, sink=True), sizes, "forward")))
+    assert not flex.enters(Case(Spec((2, 3), 16), sizes, "forward"))
+    assert not flex.enters(Case(Spec(None, 16), sizes, "decode"))
+    assert FLEX not in [contender.name for contender in entrants("full", torch.device("cuda"))]
+    assert FLEX in [contender.name for contender in entrants("scores", torch.device("cuda"))]
 
 
 def test_documents() -> None:
@@ -629,6 +672,16 @@ def test_data_suite_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {Case.from_dict(row) for row in made["results"]} == set(cases)
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_scores_suite_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contenders, "_CHECKED_LENGTH", 40)
+    cases = suite("scores", "cpu", head_dims=[16], lengths=[32])
+    made = measured(cases, *entrants("scores", CPU, ["mtagen torch", "eager", "sdpa"]))
+    assert len(made["results"]) == 2 * len(cases) + 6  # plain attention has no expression
+    assert all(row["error"] <= row["allowed"] and row["ms"] > 0 for row in made["results"])
+    assert {Case.from_dict(row) for row in made["results"]} == set(cases)
+
+
 def test_a_wrong_contender_is_not_timed() -> None:
     wrong = Fake("wrong", error=2.0)
     made = measured([case()], wrong, Fake("right"))
@@ -827,11 +880,15 @@ def test_gpu_contenders_are_right() -> None:
     training = Case(Spec((2, 3), 64), Sizes(2, 4, 4, 300, 300), "forward")
     decode = Case(Spec((2, 3), 64), Sizes(2, 4, 2, 1, 300), "decode")
     packed = Case(Spec((2, 3), 64, packed=True), Sizes(3, 4, 4, 300, 300), "forward")
+    scores = [Spec(None, 64, **expressions(4)[name]) for name in ("softcap", "bias of keys")]
     special = [
         packed,
+        *(replace(training, spec=spec) for spec in scores),
         *(replace(training, spec=Spec((2, 3), 64, **x)) for x in ({"window": (64, -1)}, {"dropout": True})),
     ]
-    competing = {contender.name: contender for name in ("full", "data") for contender in entrants(name, device)}
+    competing = {
+        contender.name: contender for name in ("full", "data", "scores") for contender in entrants(name, device)
+    }
     assert {"mtagen cuda one by one", "mtagen cuda padded", "sdpa cudnn"} <= competing.keys()
     for contender in competing.values():
         for one in (training, decode, *special):

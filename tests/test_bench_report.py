@@ -19,6 +19,8 @@ from rich.console import Console
 
 from mtagen.bench import compare, plots, report, runs, summary
 from mtagen.bench.columns import number
+from mtagen.bench.expressions import expressions
+from mtagen.bench.names import FLEX
 from mtagen.bench.suites import suite
 from mtagen.bench.tables import Table, print_table, to_markdown
 from mtagen.errors import InputError
@@ -118,6 +120,22 @@ def data_run(window: float = 1.5, dropout: float = 1.1, packed: float = 0.8) -> 
                 rows.append(row | {"contender": f"mtagen triton {target}", "ms": times * ms})
         slowdown = window if case.spec.window != (-1, -1) else dropout if case.spec.dropout else 1
         rows.append(row | {"ms": slowdown * ms})
+    return run | {"results": rows}
+
+
+def scores_run(slowdown: float = 1.25) -> dict[str, Any]:
+    """Times of expressions, as multiples of those without, and of FlexAttention, twice ours."""
+    run = make_run(suite("scores", "cuda"), "mtagen bench --suite=scores")
+    rows = []
+    for row in run["results"]:
+        case = Case.from_dict(row)
+        if case.base != case and row["contender"].startswith(("sdpa", "liger")):
+            continue
+        if "ms" in row and case.base != case:
+            row = row | {"ms": slowdown * row["ms"]}
+        rows.append(row)
+        if row["contender"] == "mtagen cuda" and case.spec.kernel is None:
+            rows.append(row | {"contender": FLEX, "ms": 2 * row["ms"]})
     return run | {"results": rows}
 
 
@@ -230,10 +248,10 @@ def test_widest_table_is_readable_at_120_columns(monkeypatch: pytest.MonkeyPatch
     assert "…" not in text
 
 
-@pytest.mark.parametrize("name", [*RUNS, "data"])
+@pytest.mark.parametrize("name", [*RUNS, "data", "scores"])
 def test_plot_is_an_image(name: str, tmp_path: Path) -> None:
     path = tmp_path / f"{name}.png"
-    plots.plot_run((RUNS | {"data": data_run()})[name], path)
+    plots.plot_run((RUNS | {"data": data_run(), "scores": scores_run()})[name], path)
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG")
     assert len(data) > 10_000
@@ -734,6 +752,30 @@ def test_data_table_shows_what_data_costs() -> None:
     assert ratios(r"mix 16 \| mix 16", "window (1024, -1)", 16384) == ["1.50", "–", "–", "1.50"]
     assert ratios(r"6,11 \| mix 2", "dropout", 8192) == ["1.10", "–", "–", "1.10"]
     assert ratios("1,1", "packed", 8192, 16) == ["–", "0.80", "0.40", "–"]
+
+
+def test_scores_table_shows_what_expressions_cost() -> None:
+    text = rendered(RUNS["full"], scores_run())
+    assert len(lines(text, "Score expressions and sinks, causal, B = 1, 16 heads, bf16")) == 1
+    assert not lines(text, "Windows, packed documents")
+    (header,) = lines(text, "| expression |")
+    assert "| expression | kernel | d | pass | mtagen, ms | backend | / without | FlexAttention, ms |" in header
+    rows = lines(text, "| softcap | ")
+    assert len(rows) == 2 * 2 * 3
+    for row in rows:
+        _, kernel, _, _, ours, backend, without, flex, *_ = row.strip("| ").split(" | ")
+        assert (backend, without) == ("cuda", "1.25")
+        assert (flex == "–") == (kernel == "6,11")
+        assert flex == "–" or float(flex) == pytest.approx(2 * float(ours), rel=0.02)
+
+
+def test_panels_show_what_expressions_cost() -> None:
+    *_, costs = plots._sections(runs.measurements(scores_run()))
+    panels = {panel.title: panel for panel in costs}
+    points = panels["backward, causal, d = 128, 16 heads, bf16"].lines
+    assert len(points["mtagen cuda"]) == 2 * len(expressions(16))
+    assert points["mtagen cuda"]["6,11 alibi"] == pytest.approx(1.25)
+    assert points[FLEX]["1,1 alibi"] == pytest.approx(1.25)
 
 
 def test_goals_of_data_are_judged() -> None:

@@ -32,8 +32,11 @@ from ..measure.judge import documents_op, eager_op, judge
 from ..op import build
 from ..ops.attention import AttentionOp
 from ..planner import Plan
-from ..spec import Spec
+from ..spec import SINK, Spec
 from .authors import authors_attention
+from .expressions import name_expression
+from .flex import SCORE_MODS, flex_op
+from .names import FLEX
 from .suites import MAX_MATERIALISED
 
 Attention = Callable[..., Any]  # of a contender's arguments; returns out, or the outs of several calls
@@ -65,6 +68,9 @@ class Contender(ABC):
 
     def enters(self, case: Case) -> bool:
         """Return whether results of ``case`` list the contender at all."""
+        return self._lists(case)
+
+    def _lists(self, case: Case) -> bool:
         return self.only is None or self.only(case)
 
     @abstractmethod
@@ -335,6 +341,10 @@ class Eager(Materialising):
         super().__init__(name, device, max_length, only)
         self._attention = attention
 
+    def enters(self, case: Case) -> bool:
+        # Unlike other peers, it computes any expression.
+        return replace(case.spec, packed=False, dropout=False, window=(-1, -1)) == case.spec and self._lists(case)
+
     def refusal(self, case: Case) -> str | None:
         try:
             self._attention(case.spec)
@@ -355,8 +365,7 @@ class Compiled(Eager):
     lasts = False
 
     def prepare(self, case: Case) -> Attention:
-        functorch_config.donated_buffer = False  # the backward pass is timed alone, with retain_graph
-        torch.compiler.reset()  # otherwise the shapes would reach the limit of recompilations
+        _forget_compiled()
         return torch.compile(super().prepare(case), dynamic=False)
 
     def warm_key(self, case: Case) -> Hashable | None:
@@ -424,14 +433,24 @@ class Liger(Materialising):
         return attend
 
 
+def _forget_compiled() -> None:
+    """Forget what was compiled, so that it does not reach the limit of recompilations."""
+    functorch_config.donated_buffer = False  # backward passes are timed alone, with retain_graph
+    torch.compiler.reset()
+
+
 def _by_position(function: Callable[..., Any], case: Case) -> Attention:
-    """Wrap a function that takes weights by name to take them by position."""
-    names = case.spec.weight_names
-    if names == ("weight",):
+    """Wrap a function that takes weights and parameters by name to take them by position."""
+    spec = case.spec
+    weights, parameters = [*spec.weight_names, *[SINK.name] * spec.sink], [name for name, _ in spec.parameters]
+    if weights == ["weight"] and not parameters:
         return function
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor, **named: Any) -> Tensor:
-        out: Tensor = function(q, k, v, **dict(zip(names, weights, strict=False)), **named)
+    def attend(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor, **named: Any) -> Tensor:
+        given: dict[str, Any] = dict(zip(weights, tensors, strict=False))
+        if parameters and tensors:
+            given["parameters"] = dict(zip(parameters, tensors[len(weights) :], strict=True))
+        out: Tensor = function(q, k, v, **given, **named)
         return out
 
     return attend
@@ -492,6 +511,63 @@ class Sdpa(Peer):
         return attend
 
 
+class Flex(Peer):
+    """FlexAttention: plain attention, with the expressions that it has.
+
+    Args:
+        name: as in the results.
+        device: where it runs.
+        compiled: whether it is compiled.
+    """
+
+    convolves = False
+    lasts = False
+
+    def __init__(self, name: str, device: torch.device, *, compiled: bool = True) -> None:
+        super().__init__(name, device)
+        self._compiled = compiled
+
+    def enters(self, case: Case) -> bool:
+        return replace(case.base.spec, kernel=None) == case.base.spec and case.causal and not case.decodes
+
+    def refusal(self, case: Case) -> str | None:
+        if name_expression(case.spec, case.sizes.heads) not in SCORE_MODS:
+            return "is not compared: it has no such option, or no gradient of it"
+        attend, inputs, grad_out = self._small_call(case)
+        try:
+            attend(*(x.requires_grad_() for x in self.arguments(case, inputs))).backward(grad_out)
+        except RuntimeError as error:
+            return f"does not compile: {str(error).splitlines()[0]}"
+        return None
+
+    def arguments(self, case: Case, inputs: Inputs) -> list[Tensor]:
+        return [inputs.q, inputs.k, inputs.v, *inputs.parameters.values()]
+
+    def prepare(self, case: Case) -> Attention:
+        if self._compiled:
+            _forget_compiled()
+        op = flex_op(case.spec, case.sizes.heads, case.sizes.nk, self.device, compiled=self._compiled)
+        assert op is not None
+        return op
+
+    def check(self, case: Case) -> Mapping[str, Comparison]:
+        attend, inputs, grad_out = self._small_call(case)
+
+        def by_name(*qkv: Tensor, parameters: Mapping[str, Tensor] | None = None) -> Any:
+            return attend(*qkv, *(parameters or {}).values())
+
+        return judge(by_name, self.formula(case), inputs, grad_out)
+
+    def _small_call(self, case: Case) -> tuple[Attention, Inputs, Tensor]:
+        """The op on a short sequence, its arguments, and the gradient of its output."""
+        sizes = case.sizes._replace(batch=1, nq=_CHECKED_LENGTH, nk=_CHECKED_LENGTH)
+        sampler = Sampler.for_checks(case.spec, sizes, self.device)
+        return self.prepare(replace(case, sizes=sizes)), sampler.inputs(), sampler.outputs()
+
+    def formula(self, case: Case) -> Attention:
+        return eager_op(case.spec)
+
+
 def entrants(
     suite: str, device: torch.device, names: Sequence[str] = (), max_materialised: int = MAX_MATERIALISED
 ) -> list[Contender]:
@@ -502,7 +578,7 @@ def entrants(
         device: device of the contenders.
         names: names of the contenders; default: mtagen's in ``overhead`` and ``data``, mtagen's and
             eager in ``memory``, else all; contenders that take packed documents in another form are
-            in ``data`` only.
+            in ``data`` only, and FlexAttention in ``scores``.
         max_materialised: largest length for contenders that materialise scores.
 
     Raises:
@@ -515,9 +591,10 @@ def entrants(
     prefixes = {"overhead": ("mtagen",), "memory": ("mtagen", "eager"), "data": ("mtagen",)}.get(suite, ("",))
     if names:
         return [present[name] for name in present if name in names]
-    has_documents = suite == "data"
+    only = {Unpacked: "data", Flex: "scores"}
+    elsewhere = tuple(kind for kind, where in only.items() if where != suite)
     listed = [contender for contender in present.values() if contender.name.startswith(prefixes)]
-    return [contender for contender in listed if has_documents or not isinstance(contender, Unpacked)]
+    return [contender for contender in listed if not isinstance(contender, elsewhere)]
 
 
 def _contenders(device: torch.device, max_materialised: int) -> list[Contender]:
@@ -549,13 +626,14 @@ def _contenders(device: torch.device, max_materialised: int) -> list[Contender]:
         Padded("mtagen cuda padded", device, backend="cuda"),
         *plain,
         Liger("liger (post-softmax)", device, max_materialised),
+        Flex(FLEX, device),
         Sdpa("sdpa flash", device, SDPBackend.FLASH_ATTENTION),
         Sdpa("sdpa cudnn", device, SDPBackend.CUDNN_ATTENTION),
     ]
 
 
 def _is_a_pipeline(case: Case) -> bool:
-    return not case.spec.convolves_only
+    return not case.spec.convolves_only and case.base == case
 
 
 def _is_the_papers(case: Case) -> bool:

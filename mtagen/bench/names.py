@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..measure.cases import Case
+from .expressions import name_expression
 
 BACKENDS = ("mtagen cuda", "mtagen triton", "mtagen torch")
 OURS = (*BACKENDS, "mtagen auto")  # without contenders for special cases: other targets, deterministic
 SAME_MATH = ("eager", "torch.compile", "authors", "authors compiled")
 PEERS = (*SAME_MATH, "liger (post-softmax)")
+FLEX = "FlexAttention"
 SDPA = ("sdpa cudnn", "sdpa flash", "sdpa")  # plain attention
 ONLY_ON_CPU = ("mtagen torch", "mtagen torch one by one", "mtagen torch padded", "sdpa")
 
@@ -35,6 +37,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "authors": {"color": "#000000", "marker": "v"},
     "authors compiled": {"color": "#E69F00", "marker": "v"},
     "liger (post-softmax)": {"color": "#CC79A7", "marker": "."},
+    FLEX: {"color": "#E69F00", "marker": "D"},
     "sdpa flash": {"color": "#D55E00", "marker": "_", "linestyle": ":"},
     "sdpa cudnn": {"color": "#D55E00", "marker": "_", "linestyle": "--"},
     "sdpa": {"color": "#D55E00", "marker": "_", "linestyle": "--"},
@@ -63,13 +66,14 @@ def ordered(names: Iterable[str]) -> list[str]:
 
 def name_kernel(case: Case) -> str:
     """Return ``cq,ck``, as on the command line; for other stages those before the softmax, a bar,
-    and those after.
+    and those after. The name of an expression follows.
     """
     spec = case.spec
-    if spec.convolves_only:
-        return f"{spec.cq},{spec.ck}"
     before, after = (spec.kernel, spec.mixed_heads), (spec.post_kernel, spec.post_mixed_heads)
-    return f"{_name_stages(*before)} | {_name_stages(*after)}"
+    pipeline = f"{_name_stages(*before)} | {_name_stages(*after)}"
+    stages = f"{spec.cq},{spec.ck}" if spec.convolves_only else pipeline
+    expression = name_expression(spec, case.sizes.heads)
+    return f"{stages} {expression}" if expression else stages
 
 
 def _name_stages(kernel: tuple[int, int] | None, mixed_heads: int | None) -> str:
@@ -90,7 +94,7 @@ def name_mask(case: Case) -> str:
 
 
 def name_data(case: Case) -> str:
-    """Return the features that a case has and its base has not, separated by commas."""
+    """Return window, packing and dropout of a case, separated by commas."""
     spec = case.spec
     names = [f"window {spec.window}"] if spec.window != (-1, -1) else []
     return ", ".join(names + ["packed"] * spec.packed + ["dropout"] * spec.dropout)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _SUFFIXES = (".png", ".svg")
 _COLUMNS = 3
+_UPRIGHT = 6  # kernels whose names fit below a panel side by side
 _IN_WORDS = {  # contenders in the legends of pictures for readers who do not know the tables
     "sdpa cudnn": "plain attention, cuDNN",
     "sdpa flash": "plain attention, flash",
@@ -195,7 +196,8 @@ def _draw(panel: _Panel, ax: Axes) -> None:
     else:
         ax.axhline(1, color="0.5", linewidth=0.8)
         names = dict.fromkeys(name for points in panel.lines.values() for name in points)
-        ax.set_xticks(range(len(names)), [name.replace(" | ", "\n| ") for name in names])
+        slanted: dict[str, Any] = {"rotation": 40, "ha": "right"} if len(names) > _UPRIGHT else {}
+        ax.set_xticks(range(len(names)), [name.replace(" | ", "\n| ") for name in names], **slanted)
     if panel.log:
         ax.set_yscale("log")
     else:

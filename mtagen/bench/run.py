@@ -243,10 +243,11 @@ def _call(pass_name: str, function: Callable[..., Any], tensors: Sequence[Tensor
     """Return a call of one pass, which returns its results."""
     if pass_name in ("forward", "decode"):
         return partial(function, *tensors)
-    leaves = [x.detach().requires_grad_() for x in tensors]
+    tensors = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
+    leaves = [x for x in tensors if x.requires_grad]
 
     def forward() -> tuple[Tensor, ...]:
-        out = function(*leaves)
+        out = function(*tensors)
         return (out,) if isinstance(out, Tensor) else tuple(out)
 
     outs = forward()

@@ -7,14 +7,15 @@ from dataclasses import replace
 from itertools import product
 
 from ..errors import InputError, explain
-from ..measure.cases import CACHE_LENGTH, DOCUMENTS, PAPER, SCALES, TRAINING_PASSES, Case, Scale, Sizes
+from ..measure.cases import CACHE_LENGTH, DOCUMENTS, LENGTH, PAPER, SCALES, TRAINING_PASSES, Case, Scale, Sizes
 from ..spec import DType, Spec
+from .expressions import expressions
 
 KERNELS = ((1, 1), (3, 3), (2, 9), PAPER, (7, 7), (11, 11))
 HEAD_DIMS = (64, 128)
 PATIENCE = 1.0  # seconds of a call, beyond which larger cases are left out
 MAX_MATERIALISED = 8192  # keys, beyond which whole scores are kept only on request
-SUITES = ("quick", "full", "decode", "memory", "overhead", "layers", "data", "single")
+SUITES = ("quick", "full", "decode", "memory", "overhead", "layers", "data", "single", "scores")
 
 # Head dim, rows and batch of what the suite "full" has besides; the last is as the paper's 300M model trains.
 _LARGER_BATCHES = {"cuda": ((128, 4096, 4), (128, 8192, 4), (64, 2048, 8)), "cpu": ()}
@@ -31,6 +32,7 @@ _LENGTHS: dict[str, dict[str, tuple[int, ...]]] = {
         "layers": (2048, 8192),
         "data": (8192, 32768),
         "single": (1024, 2048, 4096, 8192),
+        "scores": (LENGTH,),
     },
     "cpu": {
         "quick": (256, 512),
@@ -38,6 +40,7 @@ _LENGTHS: dict[str, dict[str, tuple[int, ...]]] = {
         "decode": (4096, 16384),
         "layers": (256, 512),
         "data": (256, 512),
+        "scores": (512,),
     },
 }
 _QUICK_CACHES = {"cuda": CACHE_LENGTH, "cpu": 4096}
@@ -95,6 +98,8 @@ def suite(
         found = [*_layers(scale, head_dims, lengths, others)]
     elif name == "data":
         found = [*_data(scale, head_dims, lengths)]
+    elif name == "scores":
+        found = [*_scores(scale, head_dims, lengths, kernels or (PAPER, None))]
     elif name == "single":  # one head of one sequence, whose keys CUDA's forward pass splits
         found = [*_training(replace(scale, heads=1), head_dims, lengths, paper, batch=1)]
     else:  # overhead
@@ -185,6 +190,16 @@ def _data(scale: Scale, head_dims: Sequence[int], lengths: Sequence[int]) -> Ite
         yield from _passes([spec, replace(spec, window=(last // 32, -1))], scale.training(n, batch=1))
     documents = Sizes(len(DOCUMENTS), scale.heads, scale.heads, first, first)
     yield from _passes([replace(spec, packed=True) for spec in (paper, plain, mixing, everything, pairs)], documents)
+
+
+def _scores(
+    scale: Scale, head_dims: Sequence[int], lengths: Sequence[int], kernels: Sequence[tuple[int, int] | None]
+) -> Iterator[Case]:
+    """Yield one sequence without an expression, and with each."""
+    for head_dim, n, kernel in product(head_dims, lengths, kernels):
+        plain = Spec(kernel, head_dim, dtype=scale.dtype)
+        specs = [plain, *(replace(plain, **options) for options in expressions(scale.heads).values())]
+        yield from _passes(specs, scale.training(n, batch=1))
 
 
 def _passes(specs: Iterable[Spec], sizes: Sizes) -> Iterator[Case]:

@@ -14,7 +14,20 @@ from ..measure.cases import LENGTH, PAPER, SCALES, Case, Sizes
 from ..spec import Spec
 from . import columns
 from .columns import NOTHING, Column, figure, figures_of, number, ratio, table_of_cases
-from .names import BACKENDS, OURS, PEERS, SAME_MATH, SDPA, name_data, name_kernel, name_mask, name_size, short_name
+from .expressions import name_expression
+from .names import (
+    BACKENDS,
+    FLEX,
+    OURS,
+    PEERS,
+    SAME_MATH,
+    SDPA,
+    name_data,
+    name_kernel,
+    name_mask,
+    name_size,
+    short_name,
+)
 from .runs import (
     Measured,
     Results,
@@ -261,7 +274,7 @@ def data_table(results: Results) -> str:
     """Return a table of windows and dropout against the cases without, and of packed documents
     against separate calls.
     """
-    cases = _select(results, lambda case: case.base != case)
+    cases = _select(results, lambda case: case.base != case and not _expression(case))
     backends = _present(cases, BACKENDS)
     others = {name: _present(cases, (f"{name} one by one", f"{name} padded")) for name in backends}
 
@@ -285,6 +298,29 @@ def data_table(results: Results) -> str:
         "dropout, times the fraction of pairs (query, key) that count; the longest of B packed documents has N tokens"
     )
     return _write_cases(title, shown, cases, (*backends, *(peer for peers in others.values() for peer in peers)))
+
+
+def scores_table(results: Results) -> str:
+    """Return a table of score expressions and sinks against the cases without, FlexAttention, and
+    plain PyTorch.
+    """
+    cases = _select(results, lambda case: bool(_expression(case)))
+    peers = _present(cases, (FLEX, *SAME_MATH))
+
+    def over_none(case: Case, rows: Rows) -> str:
+        return ratio(_ours(rows), predicted(case, _ours(rows)["contender"], cases[case].cases))
+
+    shown = [
+        Column("expression", lambda case, rows: _expression(case)),
+        columns.KERNEL._replace(cell=lambda case, rows: name_kernel(case.base)),
+        *(columns.HEAD_DIM, columns.PASS),
+        Column("mtagen, ms", lambda case, rows: figure(_ours(rows))),
+        Column("backend", lambda case, rows: short_name(_ours(rows)["contender"])),
+        Column("/ without", over_none),
+        *(figures_of(name, f"{name}, ms") for name in peers),
+    ]
+    title = f"Score expressions and sinks, causal, B = 1, {_common(cases)}; FlexAttention is plain attention"
+    return _write_cases(title, shown, cases, (*OURS, *peers))
 
 
 def overhead_table(results: Results, max_cpu_us: float) -> str:
@@ -463,6 +499,10 @@ def _over(name: str, peer: str) -> Column:
 
 def _percent(share: float | None) -> str:
     return NOTHING if share is None else f"{share:.0%}"
+
+
+def _expression(case: Case) -> str:
+    return name_expression(case.spec, case.sizes.heads)
 
 
 def _common(results: Results) -> str:

@@ -214,8 +214,7 @@ def canonical(
     """
     if given is None:
         return None
-    expr = read(name, text_of(name, given, parameters), parameters, distances)
-    return None if expr == SCORE else write(expr)
+    return _settled(name, read(name, text_of(name, given, parameters), parameters, distances), parameters)
 
 
 def text_of(name: str, given: str | Function, parameters: Sequence[Parameter], *, has_integers: bool = False) -> str:
@@ -238,7 +237,20 @@ def composed(outer: str | None, inner: str | None, parameters: Sequence[Paramete
     if outer is None or inner is None:
         return inner if outer is None else outer
     expr = read("outer", outer, parameters).xreplace({SCORE: read("inner", inner, parameters)})
-    return None if expr == SCORE else write(expr)
+    return _settled("outer", expr, parameters)
+
+
+def _settled(name: str, expr: Expr, parameters: Sequence[Parameter]) -> str | None:
+    """Return the text of an expression that is written as it is read; None for ``s`` itself.
+
+    Python groups the factors of a product from the left, and sympy multiplies a number and a sum:
+    ``-(h + 1)*log(2)`` is read as ``(-h - 1)*log(2)``.
+    """
+    texts: list[str] = []
+    while (text := write(expr)) not in texts:
+        texts.append(text)
+        expr = read(name, text, parameters)
+    return None if expr == SCORE else min(texts[texts.index(text) :])
 
 
 def read(

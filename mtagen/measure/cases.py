@@ -8,7 +8,7 @@ from functools import cache
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
-from ..spec import DType, Spec
+from ..spec import EXPRESSIONS, DType, Spec
 
 PAPER = (6, 11)  # the kernel of the paper
 TRAINING_PASSES = ("forward", "backward", "forward+backward")
@@ -110,8 +110,12 @@ class Case:
 
     @property
     def base(self) -> Case:
-        """The same case without window, dropout and packing, as a baseline for their cost."""
-        return replace(self, spec=replace(self.spec, window=(-1, -1), packed=False, dropout=False))
+        """The same case without window, dropout, packing, expressions and sink, as a baseline for
+        their cost.
+        """
+        rules: dict[str, Any] = dict.fromkeys((*EXPRESSIONS, "visible")) | {"parameters": (), "sink": False}
+        plain = replace(self.spec, window=(-1, -1), packed=False, dropout=False, **rules)
+        return replace(self, spec=plain)
 
     @property
     def documents(self) -> list[int]:

@@ -6,6 +6,14 @@ from ..mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "expression-text-that-changes-when-read",
+        "mtagen/expressions/language.py",
+        "while (text := write(expr)) not in texts:",
+        "while (text := write(expr)) not in texts and not texts:",
+        "A spec that is written and read again is another spec.",
+        ("tests/test_expressions.py::test_canonical_texts_stay",),
+    ),
+    Mutant(
         "sign-of-a-part-of-the-head",
         "mtagen/planner/geometry/score.py",
         "number, fixed = sympy.sign(number), self._part(abs(number) * fixed)",
