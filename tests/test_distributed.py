@@ -61,6 +61,14 @@ MASKS: dict[str, dict[str, Any]] = {
     "logits by distance": {"logits": "(3 + h) * tanh(s / 2) - (i - j) / 16"},
     "logits in a window": {"logits": "s * log(abs(i - j) + 2)", "causal": False, "window": (7, 4)},
     "logits of heads": {"logits": "s / (h + 1)", "causal": False},
+    "expressions at all places": {"scores": "s - (i - j) / 9", "convolved": "tanh(s)", "logits": "s + log(i - j + 2)"},
+    "sink": {"sink": True, "window": (7, -1)},
+    "parameters": {
+        "scores": "s * factor[b]",
+        "logits": "s - slopes[h] * (i - j) + table[h, min(9, i - j)]",
+        "parameters": {"factor": "b", "slopes": "h", "table": "h,10"},
+        "sink": True,
+    },
 }
 LENGTHS = ([37], [5, 20, 12], [1, 0, 3, 17, 2, 9, 0], [30, 1, 1, 5])  # of documents
 
@@ -106,10 +114,12 @@ class Summed(torch.autograd.Function):
 def over_ranks(cp: ContextParallel, dim: int, **options: Any) -> Callable[..., Tensor]:
     """The op of whole tensors, computed by all ranks."""
 
-    def run(q: Tensor, k: Tensor, v: Tensor, **weights: Tensor) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, parameters: Any = None, **weights: Tensor) -> Tensor:
         length, call = q.shape[dim], cp if dim == 2 else cp.varlen
         qkv = (cp.shard(Summed.apply(cp.group, x), dim) for x in (q, k, v))
         weights = {name: Summed.apply(cp.group, x) for name, x in weights.items()}
+        if parameters:
+            weights["parameters"] = {name: Summed.apply(cp.group, x) for name, x in parameters.items()}
         local = call(*qkv, **weights, length=length, **options)
         return Reassembled.apply(cp, local, dim, length)
 
@@ -130,7 +140,7 @@ def results(function: Callable[..., Tensor], inputs: Inputs, grad_out: Tensor) -
     """The output, and the gradients of the inputs by their names."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.named.items()}
     q, k, v, *_ = leaves.values()
-    out = function(q, k, v, **{name: leaves[name] for name in inputs.weights})
+    out = function(q, k, v, **inputs.options(leaves))
     out.backward(grad_out)
     return {"out": out.detach(), **{name: x.grad for name, x in leaves.items()}}
 
@@ -161,15 +171,20 @@ def test_masks(ranks: Ranks, size: int, balanced: bool, name: str) -> None:
     ranks.run(size, compare_op, EVERYTHING | MASKS[name], balanced, 2, 2, 43)
 
 
-def refused_logits(group: ProcessGroup) -> None:
+def refused_expressions(group: ProcessGroup) -> None:
     """A rank knows the distance of a query and a key only, and only where a mask aligns its rows."""
-    for stages in ({"logits": "s * log(i + 1)"}, {"logits": "s - (i - j) / 8", "causal": False}):
+    of_keys = {"logits": "s + bias[b, h, j]", "parameters": {"bias": "b,h,j"}}
+    for stages in ({"logits": "s * log(i + 1)"}, {"logits": "s - (i - j) / 8", "causal": False}, of_keys):
         with pytest.raises(InputError, match=r"logits: got .* reads positions"):
             ContextParallel(built({"kernel": None} | stages), group)
+    with pytest.raises(InputError, match=r"scores: got .* reads positions"):
+        ContextParallel(built({"kernel": (2, 2), "scores": "s / (j + 1)"}), group)
+    with pytest.raises(InputError, match=r"visible: got .* is not supported where ranks share"):
+        ContextParallel(built({"kernel": None, "visible": "j >= 3"}), group)
 
 
-def test_logits_that_are_refused(ranks: Ranks) -> None:
-    ranks.run(2, refused_logits)
+def test_expressions_that_are_refused(ranks: Ranks) -> None:
+    ranks.run(2, refused_expressions)
 
 
 @every_size
@@ -450,12 +465,14 @@ def compare_documents(
 ) -> None:
     op = built(stages)
     one, grad_out = random(op.plan.spec, 1, kv_heads, sum(lengths))
-    inputs = replace(one, **{name: getattr(one, name)[0].transpose(0, 1) for name in "qkv"})
+    of_documents, _ = random(op.plan.spec, len(lengths), kv_heads, 1)
+    tokens = {name: getattr(one, name)[0].transpose(0, 1) for name in "qkv"}
+    inputs = replace(one, **tokens, parameters=of_documents.parameters)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     cp = ContextParallel(op, group, balanced=balanced)
     run = over_ranks(cp, 0, cu_seqlens=cu_seqlens, max_seqlen=max(lengths))
     eager = eager_op(op.plan.spec, return_lse=True)
-    alone = documents_op(lambda *x, document, **weights: eager(*x, **weights), lengths, lengths)
+    alone = documents_op(lambda *x, document, **weights: eager(*x, **weights), lengths, lengths, inputs.axes)
     grad_out = grad_out[0].transpose(0, 1)
     expected = results(lambda *x, **weights: alone(*x, **weights)[0], inputs, grad_out)
     torch.testing.assert_close(results(run, inputs, grad_out), expected)
@@ -472,16 +489,18 @@ def test_documents(ranks: Ranks, size: int, lengths: list[int], name: str) -> No
 # ---- The layer
 
 LAYER = EVERYTHING | {"head_dim": WIDTH, "n_kv_heads": 2, "group_norm": True, "gate": "scalar", "dtype": torch.float64}
+LEARNED = {"logits": "s + table[h, min(5, i - j)]", "parameters": {"table": "h,6"}, "sink": True}
 
 
 def layers(group: ProcessGroup) -> tuple[MultiTokenAttention, MultiTokenAttention]:
     """A layer with all tokens, and one with the same parameters whose tokens are spread over ranks."""
     torch.manual_seed(0)
-    whole = MultiTokenAttention(48, HEADS, **LAYER)
+    whole = MultiTokenAttention(48, HEADS, **LAYER, **LEARNED)
     with torch.no_grad():
         for parameter in whole.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    spread = MultiTokenAttention(48, HEADS, **LAYER, context_parallel=DeviceMesh.from_group(group, "cpu"))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    spread = MultiTokenAttention(48, HEADS, **LAYER, **LEARNED, context_parallel=mesh)
     spread.load_state_dict(whole.state_dict())
     return whole, spread
 

@@ -4,7 +4,7 @@ group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -16,12 +16,13 @@ from torch.distributed import ProcessGroup, distributed_c10d, get_rank, get_worl
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..arguments import resolve_scale
-from ..call import INPUTS, NO_LEARNED, Call, Length, schema_of
+from ..call import INPUTS, Call, Length, schema_of
 from ..errors import BackendError, InputError, explain
 from ..expressions.language import is_of_distance, names_in
+from ..expressions.parameters import read_parameters
 from ..ops import flops, library
 from ..ops.attention import AttentionOp, autocast
-from ..ops.checks import check_boundaries, check_call, check_packed
+from ..ops.checks import check_boundaries, check_call, check_packed, check_slots
 from ..spec import BATCH, Spec
 from .exchange import Exchange, Part, Transfer, begin, combined, sum_dtype, total
 from .sharding import ChunkCall, Rows, Sharding, fresh, regions
@@ -46,10 +47,11 @@ class ContextParallel:
     of gradients. Meanwhile it holds about N rows, and twice as many rows of gradients. With a
     window it receives only rows within the window.
 
-    Gradients of queries, keys and values are complete. Gradients of weights come from this rank's
-    outputs: the sum over ranks is the whole gradient, as for any parameter that is used on a part
-    of the tokens. Data parallelism over these ranks, or FSDP, takes the mean instead, which is
-    right where the loss is a mean of the ranks' losses.
+    Gradients of queries, keys and values are complete. Gradients of weights, of the sink and of the
+    parameters of expressions come from this rank's outputs: the sum over ranks is the whole
+    gradient, as for any parameter that is used on a part of the tokens. Data parallelism over these
+    ranks, or FSDP, takes the mean instead, which is right where the loss is a mean of the ranks'
+    losses.
 
     There is no dropout, because a dropped entry is chosen by its position in a call. To
     ``torch.compile`` and selective checkpointing a call is one op,
@@ -72,8 +74,8 @@ class ContextParallel:
         ranks: W.
 
     Raises:
-        InputError: an argument does not fit; or the op's ``logits`` read positions otherwise than as i - j, or all keys
-            are visible: a rank's call does not know where its rows stand in the sequence.
+        InputError: an argument does not fit; or the op has ``visible``; or an expression reads positions otherwise than
+            as i - j, or all keys are visible: a rank's call does not know where its rows stand in the sequence.
     """
 
     def __init__(self, op: AttentionOp, group_or_mesh: ProcessGroup | DeviceMesh, *, balanced: bool = True) -> None:
@@ -81,7 +83,7 @@ class ContextParallel:
             raise InputError(explain("op", type(op).__name__, "must be a built op", "what mtagen.build returns"))
         if not isinstance(balanced, bool):
             raise InputError(explain("balanced", balanced, "must be a bool", (True, False)))
-        _check_logits(op.plan.spec)
+        _check_expressions(op.plan.spec)
         self.op, self.balanced = op, balanced
         self.group = _group(group_or_mesh)
         self.rank, self.ranks = get_rank(self.group), get_world_size(self.group)
@@ -168,6 +170,8 @@ class ContextParallel:
         head_weight: Tensor | None = None,
         post_weight: Tensor | None = None,
         post_head_weight: Tensor | None = None,
+        sink: Tensor | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
         scale: float | None = None,
         length: int | None = None,
     ) -> Tensor:
@@ -178,8 +182,8 @@ class ContextParallel:
             q: ``(B, H, N_local, D)``, this rank's rows of the queries.
             k: ``(B, Hkv, N_local, D)``, the same rows of the keys.
             v: ``(B, Hkv, N_local, DV)``, the same rows of the values.
-            weight, head_weight, post_weight, post_head_weight, scale: arguments of the op, equal on
-                all ranks.
+            weight, head_weight, post_weight, post_head_weight, sink, parameters, scale: arguments
+                of the op, equal on all ranks.
             length: N, rows of the whole sequence; default W times N_local, which is right if all
                 chunks have the same length.
 
@@ -193,6 +197,7 @@ class ContextParallel:
         spec = self.op.plan.spec
         q, k, v = autocast(q, k, v)
         weights = check_call(spec, self.op.dtypes, q, k, v, (weight, head_weight, post_weight, post_head_weight))
+        weights += check_slots(spec, q, k, sink, parameters)
         sharding = self._sharding_of(q, k, 2, length)
         return self._attend(q, k, v, weights, scale, sharding)
 
@@ -208,6 +213,8 @@ class ContextParallel:
         head_weight: Tensor | None = None,
         post_weight: Tensor | None = None,
         post_head_weight: Tensor | None = None,
+        sink: Tensor | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
         scale: float | None = None,
         length: int | None = None,
     ) -> Tensor:
@@ -218,8 +225,8 @@ class ContextParallel:
             q: ``(N_local, H, D)``, this rank's rows of the queries of all documents.
             k: ``(N_local, Hkv, D)``, the same rows of the keys.
             v: ``(N_local, Hkv, DV)``, the same rows of the values.
-            weight, head_weight, post_weight, post_head_weight, scale: arguments of the op, equal on
-                all ranks.
+            weight, head_weight, post_weight, post_head_weight, sink, parameters, scale: arguments
+                of the op, equal on all ranks.
             cu_seqlens: ``(documents + 1,)`` int32 on q's device, equal on all ranks: the first row
                 of each document among all rows, and the end of the last document; outputs of rows
                 after that end are zeros.
@@ -241,6 +248,7 @@ class ContextParallel:
         sharding = self._sharding_of(q, k, 0, length)
         longest = sharding.length if max_seqlen is None else max_seqlen
         check_boundaries(("cu_seqlens", cu_seqlens), ("max_seqlen", longest), sharding.length, q.device)
+        weights += check_slots(spec, q, k, sink, parameters, len(cu_seqlens) - 1)
         return self._attend(q, k, v, weights, scale, sharding, cu_seqlens, longest)
 
     def _attend(
@@ -255,7 +263,7 @@ class ContextParallel:
     ) -> Tensor:
         scale, ranks = resolve_scale(scale, self.op.plan.spec.head_dim), (self.group.group_name, self.rank, self.ranks)
         plan = _Plan(scale, self.op._key, *ranks, self.balanced, sharding.length, *documents)
-        out: Tensor = library.run("context_parallel_forward", q, k, v, *weights, *NO_LEARNED, *plan)[0]
+        out: Tensor = library.run("context_parallel_forward", q, k, v, *weights, *plan)[0]
         return out
 
     def _sharding_of(self, q: Tensor, k: Tensor, dim: int, length: int | None) -> Sharding:
@@ -734,23 +742,23 @@ library.register_op(
 )
 
 
-def _check_logits(spec: Spec) -> None:
-    """Check that an op's logits are the same in calls on a part of a sequence.
+def _check_expressions(spec: Spec) -> None:
+    """Check that an op's mask and expressions are the same in calls on a part of a sequence.
 
     Raises:
         InputError: they are not.
     """
-    for name in ("scores", "convolved", "visible", "parameters", "sink"):
-        if asked := getattr(spec, name):
-            rule = "is not supported where ranks share a sequence"
-            raise InputError(explain(name, asked, rule, "an op without it"))
-    if spec.logits is None or not names_in(spec.logits) & {"i", "j"}:
-        return
-    masked = spec.left is not None or spec.right is not None
-    if not (masked and is_of_distance(spec.logits)):
-        rule = "reads positions, which ranks count from the first key that they have"
-        legal = "logits that read i and j as i - j only, of an op that is causal or has a window"
-        raise InputError(explain("logits", spec.logits, rule, legal))
+    if spec.visible is not None:
+        rule = "is not supported where ranks share a sequence"
+        raise InputError(explain("visible", spec.visible, rule, "an op without it"))
+    parameters = read_parameters(spec.parameters)
+    is_aligned = spec.left is not None or spec.right is not None
+    for name, text in spec.expressions:
+        reads_positions = bool(names_in(text, parameters) & {"i", "j"})
+        if reads_positions and not (is_aligned and is_of_distance(text, parameters)):
+            rule = "reads positions, which ranks count from the first key that they have"
+            legal = "an expression that reads i and j as i - j only, of an op that is causal or has a window"
+            raise InputError(explain(name, text, rule, legal))
 
 
 def _group(group_or_mesh: ProcessGroup | DeviceMesh) -> ProcessGroup:
