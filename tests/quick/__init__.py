@@ -17,6 +17,7 @@ QUICK = frozenset(
         "test_bench_report.py::test_comparison_flags_what_is_slower_by_more_than_the_threshold",
         "test_bench_report.py::test_layers_table_compares_with_all_who_compute_the_same",
         "test_bench_report.py::test_panels_show_what_data_costs",
+        "test_bench.py::test_flex_attention_has_the_expression",
         "test_cache.py::test_triton_finds_the_source",
         "test_cli.py::test_check_refuses_what_it_cannot_judge",
         "test_cli.py::test_collect_env",
