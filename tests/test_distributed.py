@@ -755,7 +755,15 @@ def compare_heads(group: ProcessGroup, options: dict[str, Any], sequence: bool) 
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"n_kv_heads": HEADS, "gate": "channel", "mixed_heads": None}, {"post_mixed_heads": 1}]
+    "options",
+    [
+        {},
+        {"n_kv_heads": HEADS, "gate": "channel", "mixed_heads": None},
+        {"post_mixed_heads": 1},
+        LEARNED,
+        {"scores": "s * scale + bias[h, min(3, i - j)]", "parameters": {"scale": "", "bias": "h,4"}},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("sequence", [False, True])
 def test_heads(ranks: Ranks, options: dict[str, Any], sequence: bool) -> None:
@@ -763,11 +771,12 @@ def test_heads(ranks: Ranks, options: dict[str, Any], sequence: bool) -> None:
 
 
 OF_HEADS: dict[str, Any] = {"post_mixed_heads": None, "logits": "s / (h + 1)"}
+IN_A_TABLE: dict[str, Any] = {"post_mixed_heads": None, "logits": "s + table[min(h, 3)]", "parameters": {"table": "4"}}
 
 
 def refused_heads(group: ProcessGroup) -> list[str]:
     mesh, messages = DeviceMesh.from_group(group, "cpu"), []
-    for options in ({}, {"post_mixed_heads": None, "dropout": 0.1}, {"n_kv_heads": 1}, OF_HEADS):
+    for options in ({}, {"post_mixed_heads": None, "dropout": 0.1}, {"n_kv_heads": 1}, OF_HEADS, IN_A_TABLE):
         with pytest.raises(SpecError) as raised:
             parallelize_module(MultiTokenAttention(48, HEADS, **LAYER | options), mesh, HeadParallel())
         messages.append(str(raised.value))
@@ -777,7 +786,7 @@ def refused_heads(group: ProcessGroup) -> list[str]:
 
 
 def test_heads_that_are_not_spread(ranks: Ranks) -> None:
-    mixed, dropout, keys, heads = ranks.run(2, refused_heads)[0]
+    mixed, dropout, keys, heads, in_a_table = ranks.run(2, refused_heads)[0]
     assert mixed == (
         "post_mixed_heads: got 4; a rank has 2 heads, and cannot mix them with others; legal: a divisor of 2, or "
         "context_parallel=..., which spreads tokens and mixes all heads"
@@ -785,6 +794,7 @@ def test_heads_that_are_not_spread(ranks: Ranks) -> None:
     assert "dropout is not supported" in dropout
     assert "n_kv_heads: got 1" in keys
     assert "logits: got 's/(h + 1)'; reads h" in heads
+    assert "logits: got 's + table[min(3, h)]'; reads h" in in_a_table
 
 
 def generate_by_heads(group: ProcessGroup) -> None:

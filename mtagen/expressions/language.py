@@ -331,6 +331,17 @@ def is_of_distance(text: str, parameters: Sequence[Parameter] = ()) -> bool:
     return bool(sympy.expand(moved - expr) == 0)
 
 
+def counts_heads(text: str, parameters: Sequence[Parameter] = ()) -> bool:
+    """Return whether a canonical text reads h otherwise than as the index of an axis h of a parameter."""
+    expr, axes = read("text", text, parameters), {parameter.name: parameter.axes for parameter in parameters}
+
+    def without_heads(load: Load) -> Expr:
+        indices = zip(load.indices, axes[load.parameter], strict=True)
+        return Load(load.args[0], *(sympy.Integer(0) if axis == str(HEAD) else index for index, axis in indices))
+
+    return bool(expr.xreplace({load: without_heads(load) for load in expr.atoms(Load)}).has(HEAD))
+
+
 def split_sum(expr: Expr) -> tuple[Rational, Expr, list[Expr]]:
     """Return a number, an integer and other terms: the sum is the number times the integer, plus the others.
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ..errors import SpecError, explain
-from ..expressions.language import names_in
+from ..expressions.language import counts_heads
 from ..expressions.parameters import read_parameters
 from .layer import MultiTokenAttention
 
@@ -24,8 +24,9 @@ class HeadParallel(ParallelStyle):
 
     The layer is :class:`mtagen.nn.MultiTokenAttention`. Each of T ranks has H/T heads of queries
     and the Hkv/T heads of keys and values that they see: rows of ``wq``, ``wk`` and ``wv``, columns
-    of ``wo``, and the convolutions and mixtures of its heads. Every rank has the norm and the gate,
-    because heads share them; their gradients are summed over ranks.
+    of ``wo``, and the convolutions, mixtures, sinks and score parameters of its heads. Every rank
+    has the norm, the gate and score parameters without an axis h, because heads share them; their
+    gradients are summed over ranks.
 
     A rank can mix heads only inside the groups that it has, because it does not compute the scores
     of other heads. Spread a layer that mixes all heads by its tokens instead
@@ -43,7 +44,8 @@ class HeadParallel(ParallelStyle):
     Raises:
         SpecError: raised when the style is applied: the heads or their groups cannot be divided
             among the ranks; the layer has dropout, whose mask depends on a head's place in the
-            call, or ``logits`` that read h; or the module is no such layer.
+            call, or an expression that reads h otherwise than as the index of an axis h; or the
+            module is no such layer.
     """
 
     def __init__(
@@ -70,6 +72,12 @@ class HeadParallel(ParallelStyle):
             for name, parameter in [*part.named_parameters(recurse=False)]:
                 spread = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
                 part.register_parameter(name, nn.Parameter(spread, parameter.requires_grad))
+        for argument in layer.op.plan.spec.learned_arguments:
+            if argument.name in layer.score_parameters:
+                placement = Shard(0) if "H" in argument.shape else Replicate()
+                parameter = layer.score_parameters[argument.name]
+                spread = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
+                layer.score_parameters[argument.name] = nn.Parameter(spread, parameter.requires_grad)
         layer.n_local_heads, layer.n_local_kv_heads = layer.n_heads // ranks, layer.n_kv_heads // ranks
         # The projections share one transfer of the input, and one of its gradient.
         inputs = PrepareModuleInput(input_layouts=self.input_layouts, desired_input_layouts=Replicate())
@@ -103,13 +111,10 @@ def _checked(module: nn.Module, mesh: DeviceMesh) -> MultiTokenAttention:
             raise SpecError(explain(name, group, rule, legal))
     parameters = read_parameters(spec.parameters)
     for name, text in spec.expressions:
-        if ranks > 1 and "h" in names_in(text, parameters):
+        if ranks > 1 and counts_heads(text, parameters):
             rule = "reads h, which each rank counts from its own first head"
-            raise SpecError(explain(name, text, rule, "an expression without h, or all heads on each rank"))
-    if ranks > 1 and (spec.sink or spec.parameters):
-        got = "sink" if spec.sink else "parameters"
-        rule = "are not supported where ranks share the heads"
-        raise SpecError(explain(got, getattr(spec, got), rule, "none, or all heads on each rank"))
+            legal = "h as the index of an axis h of a parameter, or all heads on each rank"
+            raise SpecError(explain(name, text, rule, legal))
     if module.dropout and ranks > 1:
         rule = "dropout is not supported where ranks share the heads"
         raise SpecError(explain("dropout", module.dropout, rule, "0, or all heads on each rank"))

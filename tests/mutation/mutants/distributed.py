@@ -6,6 +6,30 @@ from ..mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "ranks-expressions-of-positions",
+        "mtagen/distributed/context_parallel.py",
+        "if reads_positions and not (is_aligned and is_of_distance(text, parameters)):",
+        "if reads_positions and not is_aligned:",
+        "An expression of positions counts them from the first key that a rank has.",
+        ("tests/test_distributed.py::test_expressions_that_are_refused",),
+    ),
+    Mutant(
+        "ranks-heads-in-a-table",
+        "mtagen/expressions/language.py",
+        "sympy.Integer(0) if axis == str(HEAD) else index for index, axis in indices",
+        "sympy.Integer(0) for index, axis in indices",
+        "A table is indexed by heads that each rank counts from its own first.",
+        ("tests/test_distributed.py::test_heads_that_are_not_spread",),
+    ),
+    Mutant(
+        "ranks-score-parameters-whole",
+        "mtagen/nn/tensor_parallel.py",
+        'Shard(0) if "H" in argument.shape else Replicate()',
+        "Replicate()",
+        "A rank has the score parameters of all heads, and takes those of the first.",
+        ("tests/test_distributed.py::test_heads",),
+    ),
+    Mutant(
         "ranks-own-context-missing",
         "mtagen/distributed/context_parallel.py",
         "step.context.copy_own(queries, context)",
