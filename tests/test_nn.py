@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import forward_calls, save_forward
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraphs
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -414,6 +416,60 @@ def test_caches_of_equal_lengths_stay_so() -> None:
     assert not different.select(torch.tensor([2])).ragged  # there is no other length
     with pytest.raises(InputError, match=r"caches: .*max_len"):
         Cache.cat([one, layer.new_cache(1, 9)])
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 11), st.integers(0, 4)), min_size=1, max_size=6), st.integers(0, 2**16))
+def test_tokens_taken_back(steps: list[tuple[int, int]], seed: int) -> None:
+    """After each call some of the last tokens are taken back: outputs are those of the tokens that stayed."""
+    layer, spare = made(LAYERS["everything"]), 4
+    cache = layer.new_cache(2, 80, spare=spare)
+    for buffer in (cache.keys, cache.values, cache.queries):
+        buffer.fill_(torch.nan)
+    torch.manual_seed(seed)
+    kept = tokens(2, 0)
+    for count, removed in steps:
+        kept = torch.cat([kept, torch.randn(2, count, kept.shape[-1], dtype=kept.dtype)], 1)
+        out = generate(layer, kept[:, -count:], [count], cache)
+        torch.testing.assert_close(out, layer(kept)[:, -count:])
+        removed = min(removed, cache.removable or 0, kept.shape[1] - 1)
+        cache.remove(removed)
+        kept = kept[:, : kept.shape[1] - removed]
+        assert cache.longest == kept.shape[1] == cache.lengths[0]
+
+
+def test_tokens_that_cannot_be_taken_back() -> None:
+    layer = made(LAYERS["everything"])
+    cache = layer.new_cache(1, 20, spare=3)
+    with pytest.raises(InputError, match=r"count: got 1; the cache holds the queries to take back 0 tokens"):
+        cache.remove(1)
+    generate(layer, tokens(1, 9), [9], cache)
+    for wrong in (4, -1, True, 1.0):
+        with pytest.raises(InputError, match=r"count: got .* take back 3 tokens; legal: 0\.\.3"):
+            cache.remove(wrong)
+    cache.remove(2)
+    with pytest.raises(InputError, match=r"take back 1 token"):
+        cache.remove(2)
+    with pytest.raises(InputError, match=r"spare: got -1"):
+        layer.new_cache(1, 20, spare=-1)
+    with pytest.raises(InputError, match=r"caches: .*spare"):
+        Cache.cat([cache, layer.new_cache(1, 20)])
+
+
+def test_spare_queries_of_joined_and_chosen_entries() -> None:
+    layer, x = made(LAYERS["everything"]), tokens(2, 30)
+    caches = [layer.new_cache(1, 40, spare=4) for _ in range(2)]
+    for entry, (n, cache) in enumerate(zip((9, 2), caches, strict=True)):
+        generate(layer, x[entry : entry + 1, :n], [n], cache)
+    both = Cache.cat(caches)
+    assert (both.spare, both.removable) == (4, 2)
+    both.remove(1)
+    chosen = both.select(torch.tensor([1, 0]))
+    assert (chosen.removable, both.with_spare(6).spare, both.with_spare(2).spare) == (1, 6, 4)
+    new = torch.stack([x[1, 1:4], x[0, 8:11]])
+    expected = layer(x).detach()
+    out = generate(layer, new, [3], chosen.with_spare(5))
+    torch.testing.assert_close(out, torch.stack([expected[1, 1:4], expected[0, 8:11]]))
 
 
 def test_cache_takes_the_dtype_of_autocast() -> None:

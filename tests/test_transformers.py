@@ -371,6 +371,41 @@ def test_generation_with_and_without_a_cache(options: dict[str, Any], way: dict[
     assert torch.equal(generate(model, x, **way, use_cache=True), generate(model, x, **way, use_cache=False))
 
 
+@every_model
+def test_generation_with_an_assistant(options: dict[str, Any]) -> None:
+    """Tokens that the model would not have chosen are taken back."""
+    model, x = made(options), tokens(1, 12)
+    torch.manual_seed(5)
+    other = type(model)(model.config).to(model.dtype).eval()
+
+    def with_all_tokens(x: Tensor, **how: Any) -> Tensor:
+        return model.generate(x, max_new_tokens=10, pad_token_id=-1, **how)  # no token is taken for padding
+
+    expected = with_all_tokens(x)
+    assert torch.equal(with_all_tokens(x, prompt_lookup_num_tokens=3), expected)
+    assert torch.equal(with_all_tokens(x, assistant_model=other), expected)
+    assert torch.equal(with_all_tokens(x, assistant_model=model), expected)
+    found = torch.cat([x, expected[:, 12:17], x[:, :3]], 1)  # some continuations are in the prompt
+    assert torch.equal(with_all_tokens(found, prompt_lookup_num_tokens=4), with_all_tokens(found))
+
+
+def test_cropped_caches(model: MtaForCausalLM) -> None:
+    x, other = tokens(2, 20), tokens(2, 40)[:, 20:]
+    with torch.no_grad():
+        past = MtaCache(model.config)
+        past.activate_past_recording()
+        model(x[:, :14], cache=past)
+        past.crop(-3)
+        assert past.get_seq_length() == 11
+        logits = model(other[:, :5], cache=past).logits
+        close(logits, model(torch.cat([x[:, :11], other[:, :5]], 1)).logits[:, 11:])
+        past.crop(13)  # the number of tokens that stay
+        logits = model(x[:, :2], cache=past).logits
+        close(logits, model(torch.cat([x[:, :11], other[:, :2], x[:, :2]], 1)).logits[:, 13:])
+        with pytest.raises(InputError, match="tokens_to_remove: got -14; the cache holds the queries"):
+            past.crop(-14)
+
+
 def test_generation_from_padded_prompts_and_from_each_alone(model: MtaForCausalLM) -> None:
     x = tokens(3, 12)
     together = generate(model, x, attention_mask=LEFT)
@@ -768,7 +803,6 @@ def test_illegal_calls_with_a_cache(given: dict[str, Any], match: str, model: Mt
     ("given", "match"),
     [
         ({"cache_implementation": "static"}, "cache_implementation: got 'static'"),
-        ({"prompt_lookup_num_tokens": 2}, "generation: got 'with an assistant'"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0]])}, "attention_mask: got 'padding on the right'"),
         (
             {"attention_mask": torch.tensor([[1, 1, 1, 1, 0]]), "use_cache": False},
@@ -789,8 +823,5 @@ def test_illegal_use_of_a_cache(model: MtaForCausalLM) -> None:
         past.update(x, x, 0)
     with pytest.raises(InputError, match="update: got 'keys and values'"):
         past.layers[0].lazy_initialization(x, x)
-    with pytest.raises(InputError, match="tokens_to_remove: got -1; the cache no longer holds the queries before them"):
+    with pytest.raises(InputError, match="tokens_to_remove: got -1; the cache holds the queries to take back 0 tokens"):
         past.crop(-1)
-    with pytest.raises(InputError, match="activate_past_recording"):
-        past.layers[0].activate_past_recording()
-    assert not past.layers[0].is_croppable

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import InputError, explain
+from ..spec import as_int
 
 
 @dataclass(eq=False)
@@ -17,8 +19,9 @@ class Cache:
 
     A convolved score needs scores of earlier queries. So the cache holds the last queries besides
     keys and values: as many as the convolutions before and after the softmax reach back together,
-    cq - 1 each. Keys and queries are stored after their rotary embedding. Buffers are written in
-    place and never grow.
+    cq - 1 each. ``spare`` more queries allow to take back the last tokens (:meth:`remove`), as
+    speculative decoding does. Keys and queries are stored after their rotary embedding. Buffers are
+    written in place and never grow.
 
     Steps that ``torch.compile`` traces, or that a CUDA graph captures, count tokens on the GPU
     alone, so that one graph serves all lengths. They set ``longest`` to None. While it is None, a
@@ -29,10 +32,13 @@ class Cache:
     Attributes:
         keys: ``(B, Hkv, max_len, D)``.
         values: ``(B, Hkv, max_len, D)``.
-        queries: ``(B, H, context, D)``, the last queries of each entry; rows before its first token hold anything.
+        queries: ``(B, H, context + spare, D)``, the last queries of each entry; rows before its first token hold
+            anything.
         lengths: ``(B,)`` int32, number of tokens of each entry.
         longest: the largest of ``lengths``; None while only the GPU knows it.
         ragged: whether ``lengths`` may differ.
+        spare: how many tokens may be taken back at most.
+        removable: how many tokens may be taken back now; None while only the GPU knows it.
     """
 
     keys: Tensor
@@ -41,6 +47,8 @@ class Cache:
     lengths: Tensor
     longest: int | None = 0
     ragged: bool = False
+    spare: int = 0
+    removable: int | None = 0
 
     @property
     def max_len(self) -> int:
@@ -65,11 +73,38 @@ class Cache:
         self.values[entries, :, positions] = v
 
     def advance(self, count: int, queries: Tensor) -> None:
-        """Count the tokens that were written, and store the last queries ``(B, H, context, D)``."""
+        """Count the tokens that were written, and store the last queries ``(B, H, context + spare, D)``."""
         self.queries.copy_(queries)
         self.lengths += count
         captured = torch.compiler.is_compiling() or (self.lengths.is_cuda and torch.cuda.is_current_stream_capturing())
         self.longest = None if captured or self.longest is None else self.longest + count
+        self.removable = None if captured or self.removable is None else min(self.spare, self.removable + count)
+
+    def remove(self, count: int) -> None:
+        """Take back the last tokens of each entry, as if the layer had never been called with them.
+
+        Args:
+            count: number of tokens, at most ``removable``; if that is None, at most ``spare`` and
+                the tokens that were added since tokens were last taken back. Tokens that are added
+                later can be taken back in turn.
+
+        Raises:
+            InputError: the queries before these tokens are no longer held.
+        """
+        most = self.spare if self.removable is None else self.removable
+        tokens = as_int(count)
+        if tokens is None or not 0 <= tokens <= most:
+            rule = f"the cache holds the queries to take back {most} tokens"
+            raise InputError(explain("count", count, rule, f"0..{most}; new_cache(..., spare=...) holds more"))
+        self.queries.copy_(self.queries.roll(tokens, 2))
+        self.lengths -= tokens
+        self.longest = None if self.longest is None else self.longest - tokens
+        self.removable = None if self.removable is None else self.removable - tokens
+
+    def with_spare(self, spare: int) -> Cache:
+        """Return a cache that holds more queries from the next call on; keys and values are shared."""
+        more = max(0, spare - self.spare)
+        return replace(self, queries=F.pad(self.queries, (0, 0, more, 0)), spare=self.spare + more)
 
     @classmethod
     def cat(cls, caches: Sequence[Cache]) -> Cache:
@@ -78,19 +113,21 @@ class Cache:
         Use it to take prompts of different lengths one by one and to continue them together.
 
         Raises:
-            InputError: ``caches`` is empty, or the caches' ``max_len`` differ.
+            InputError: ``caches`` is empty, or the caches' ``max_len`` or ``spare`` differ.
         """
-        sizes = {cache.max_len for cache in caches}
+        sizes = {(cache.max_len, cache.spare) for cache in caches}
         if len(sizes) != 1:
-            raise InputError(
-                explain("caches", sizes, "must have one max_len in common", "caches of layer.new_cache(batch, max_len)")
-            )
+            rule = "must have one max_len and one spare in common"
+            raise InputError(explain("caches", sizes, rule, "caches of layer.new_cache(batch, max_len)"))
         keys, values, queries, lengths = (
             torch.cat([getattr(cache, name) for cache in caches]) for name in ("keys", "values", "queries", "lengths")
         )
         longest = max(cache.read_longest() for cache in caches)
         ragged = any(cache.ragged or cache.longest != longest for cache in caches)
-        return cls(keys, values, queries, lengths, longest, ragged)
+        ((_, spare),) = sizes
+        known = [cache.removable for cache in caches if cache.removable is not None]
+        removable = min(known) if len(known) == len(caches) else None
+        return cls(keys, values, queries, lengths, longest, ragged, spare, removable)
 
     def select(self, entries: Tensor) -> Cache:
         """Return a cache with copies of the entries that ``entries`` lists, in that order.
@@ -102,4 +139,5 @@ class Cache:
         """
         keys, values, queries, lengths = (x[entries] for x in (self.keys, self.values, self.queries, self.lengths))
         ragged = self.ragged and len(keys) > 1
-        return Cache(keys, values, queries, lengths, None if self.ragged else self.longest, ragged)
+        longest = None if self.ragged else self.longest
+        return Cache(keys, values, queries, lengths, longest, ragged, self.spare, self.removable)

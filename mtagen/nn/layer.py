@@ -15,7 +15,7 @@ from ..op import build
 from ..ops.attention import AttentionOp, autocast_dtype
 from ..ops.checks import check_boundaries
 from ..planner import Backend
-from ..spec import MAX_NEW_TOKENS, OPTIONS, Argument, Expression, KeyPadding, Mask
+from ..spec import MAX_NEW_TOKENS, OPTIONS, Argument, Expression, KeyPadding, Mask, as_int
 from .cache import Cache
 from .checks import GateKind, as_count, check_count, check_divisor, check_input, check_options
 from .parts import Gate, HeadMixer, HeadNorm, local, set_parameter
@@ -433,8 +433,8 @@ class MultiTokenAttention(nn.Module):
             rule = "must be the dtype of the queries and keys of this call"
             raise InputError(explain("cache.keys.dtype", cache.keys.dtype, rule, f"new_cache(..., dtype={q.dtype})"))
         cache.write(k, v)
-        queries = torch.cat([cache.queries, q.transpose(1, 2)], 2)
-        weights = self._weights()
+        held = torch.cat([cache.queries, q.transpose(1, 2)], 2)
+        queries, weights = held[:, :, cache.spare :], self._weights()
         if count <= MAX_NEW_TOKENS or cache.ragged:
             parts: list[Any] = []
             for first in range(0, count, MAX_NEW_TOKENS):
@@ -449,7 +449,7 @@ class MultiTokenAttention(nn.Module):
             keys, values = (y[:, :, : cache.read_longest() + count] for y in (cache.keys, cache.values))
             out = self.op(queries[:, :, context - earlier :], keys, values, **weights)
             out = out[:, :, earlier:]
-        cache.advance(count, queries[:, :, count:])
+        cache.advance(count, held[:, :, count:])
         return out.transpose(1, 2)  # type: ignore[no-any-return]
 
     def new_cache(
@@ -457,6 +457,7 @@ class MultiTokenAttention(nn.Module):
         batch: int,
         max_len: int,
         *,
+        spare: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Cache:
@@ -471,6 +472,8 @@ class MultiTokenAttention(nn.Module):
         Args:
             batch: B, number of sequences.
             max_len: upper limit of the tokens of a sequence.
+            spare: how many of the last tokens may be taken back (:meth:`Cache.remove`), as
+                speculative decoding does.
             device: device of the cache, default that of the parameters.
             dtype: dtype of keys, values and queries; default autocast's dtype where it is on, else
                 the parameters'.
@@ -482,6 +485,9 @@ class MultiTokenAttention(nn.Module):
         for name, count in (("batch", batch), ("max_len", max_len)):
             if as_count(count) is None:
                 raise InputError(explain(name, count, "must be a positive int", "1, 2, ..."))
+        extra = as_int(spare)
+        if extra is None or extra < 0:
+            raise InputError(explain("spare", spare, "must be a number of tokens", "0, 1, 2, ..."))
         spec = self.op.plan.spec
         if spec.right != 0:
             rule = "a token's output depends on later tokens, which a cache cannot know"
@@ -492,9 +498,9 @@ class MultiTokenAttention(nn.Module):
             dtype = autocast_dtype(device.type) or like.dtype
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         shape = batch, self.n_local_kv_heads, max_len, self.head_dim
-        queries = torch.zeros(batch, self.n_local_heads, spec.context, self.head_dim, **made)
+        queries = torch.zeros(batch, self.n_local_heads, spec.context + extra, self.head_dim, **made)
         lengths = torch.zeros(batch, device=device, dtype=torch.int32)
-        return Cache(torch.zeros(shape, **made), torch.zeros(shape, **made), queries, lengths)
+        return Cache(torch.zeros(shape, **made), torch.zeros(shape, **made), queries, lengths, spare=extra)
 
     def _check_cache(self, x: Tensor, cu_seqlens: Tensor | None, cache: Cache) -> None:
         """Check a call with a cache.
@@ -515,7 +521,8 @@ class MultiTokenAttention(nn.Module):
         if self.training and self.dropout:
             rule = "generation does not apply dropout"
             raise InputError(explain("cache", "a layer in training mode, with dropout", rule, "layer.eval()"))
-        batch, heads, context, head_dim = cache.queries.shape
+        batch, heads, held, head_dim = cache.queries.shape
+        context = held - cache.spare
         mine = (len(x), self.n_local_heads, self.n_local_kv_heads, self.op.plan.spec.context, self.head_dim)
         if (batch, heads, cache.keys.shape[1], context, head_dim) != mine:
             got = tuple(cache.keys.shape), tuple(cache.queries.shape)
@@ -523,10 +530,10 @@ class MultiTokenAttention(nn.Module):
             raise InputError(explain("cache", got, "its keys and queries do not fit x or the layer", legal))
         if cache.keys.device != x.device:
             raise InputError(explain("cache.keys.device", cache.keys.device, "must be x's device", x.device))
-        held = cache.read_longest() if x.shape[1] > MAX_NEW_TOKENS else cache.longest or 0
-        if not 1 <= x.shape[1] <= cache.max_len - held:
-            rule = f"the cache holds {held} of {cache.max_len} tokens"
-            raise InputError(explain("tokens", x.shape[1], rule, f"1..{cache.max_len - held}"))
+        used = cache.read_longest() if x.shape[1] > MAX_NEW_TOKENS else cache.longest or 0
+        if not 1 <= x.shape[1] <= cache.max_len - used:
+            rule = f"the cache holds {used} of {cache.max_len} tokens"
+            raise InputError(explain("tokens", x.shape[1], rule, f"1..{cache.max_len - used}"))
 
     def _check_has_all_tokens(self) -> None:
         """Check that the layer has all tokens of a sequence, as a cache needs.

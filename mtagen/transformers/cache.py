@@ -17,6 +17,7 @@ from ..nn import Cache as LayerCache
 from ..nn import MultiTokenAttention
 from .configuration import CACHE_NAMES, MtaConfig
 
+MOST_SPARE = 128  # tokens that can be taken back; assistants propose fewer at a time
 # The argument's name under which the installed transformers passes a cache.
 CACHE_NAME = next(name for name in CACHE_NAMES if name in {field.name for field in fields(BaseModelOutputWithPast)})
 
@@ -39,16 +40,20 @@ def given_cache(cache: MtaCache | None, past_key_values: MtaCache | None) -> Mta
 class MtaCacheLayer(CacheLayerMixin):
     """A layer's :class:`mtagen.nn.Cache`, made in the layer's first call. It grows when it is full.
 
+    After :meth:`activate_past_recording` tokens can be taken back: those of the last call, at most
+    ``MOST_SPARE``.
+
     Args:
         max_len: initial room for tokens of each entry; default the tokens of the first call.
 
     Attributes:
         state: the layer's cache, or None before the first call.
         token_count: number of tokens of each entry, padding included, as ``generate`` counts them.
+        records: whether tokens can be taken back.
     """
 
     is_compileable = False
-    is_croppable = False
+    is_croppable = True
     supports_early_init = False
 
     def __init__(self, max_len: int | None = None) -> None:
@@ -56,6 +61,7 @@ class MtaCacheLayer(CacheLayerMixin):
         self.max_len = max_len
         self.state: LayerCache | None = None
         self.token_count = 0
+        self.records = False
 
     def attend(
         self, attention: MultiTokenAttention, x: Tensor, positions: Tensor | None, padding: Sequence[int] | None
@@ -76,6 +82,8 @@ class MtaCacheLayer(CacheLayerMixin):
         """
         batch, count, _ = x.shape
         state = self._with_room(attention, batch, self.token_count + count)
+        if self.records:
+            state = state.with_spare(min(count, MOST_SPARE))
         if padding is None:
             out: Tensor = attention(x, positions=positions, cache=state)
         else:
@@ -129,24 +137,30 @@ class MtaCacheLayer(CacheLayerMixin):
         self.state, self.token_count, self.is_initialized = None, 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Do nothing if no token is to be removed.
+        """Take back the last tokens of each entry.
+
+        Args:
+            tokens_to_remove: minus their number. A positive number is the number of tokens that
+                stay, as earlier versions of transformers 5 pass it.
 
         Raises:
-            InputError: a token is to be removed. The queries before it, which a convolution then
-                needs, are lost.
+            InputError: the queries before them, which a convolution then needs, are not held.
         """
-        if tokens_to_remove != 0:
-            rule = "the cache no longer holds the queries before them, so it cannot remove tokens"
-            raise InputError(explain("tokens_to_remove", tokens_to_remove, rule, "0, or reset()"))
+        count = -tokens_to_remove if tokens_to_remove <= 0 else self.token_count - tokens_to_remove
+        if count == 0:
+            return
+        most = 0 if self.state is None else self.state.removable or 0
+        if not 0 < count <= most:
+            rule = f"the cache holds the queries to take back {most} tokens"
+            legal = f"{-most}..0, after activate_past_recording(); or reset()"
+            raise InputError(explain("tokens_to_remove", tokens_to_remove, rule, legal))
+        assert self.state is not None
+        self.state.remove(count)
+        self.token_count -= count
 
     def activate_past_recording(self) -> None:
-        """Refuse to record queries so that tokens can be removed later.
-
-        Raises:
-            InputError: always.
-        """
-        rule = "the cache does not record earlier queries, so it cannot remove tokens"
-        raise InputError(explain("activate_past_recording", "a call", rule, "generation without an assistant"))
+        """Hold more queries from the next call on, so that its tokens can be taken back."""
+        self.records = True
 
     def get_seq_length(self) -> int:
         """Return the number of tokens of each entry, padding included."""
@@ -193,8 +207,8 @@ class MtaCache(Cache):
     """The cache of an mtagen model, for ``generate`` and for calls with ``cache``.
 
     The cache grows as needed, holds entries with different amounts of left padding, and can be
-    reordered for beam search. Tokens cannot be removed, because a convolution would need queries
-    that are no longer stored.
+    reordered for beam search. After ``activate_past_recording`` the last tokens can be taken back
+    (``crop``), as generation with an assistant does: a convolution needs the queries before them.
 
     Args:
         config: the model's configuration.

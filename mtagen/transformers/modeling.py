@@ -336,18 +336,19 @@ class MtaForCausalLM(MtaPreTrainedModel, GenerationMixin):
         """Give ``generate`` a cache with queries that has room for all tokens.
 
         Raises:
-            InputError: another cache is asked for, tokens would have to be removed later, or a
-                prompt ends in padding.
+            InputError: another cache is asked for, or a prompt ends in padding.
         """
         mask = model_kwargs.get("attention_mask")
         if mask is not None and not mask[:, -1].all():
             rule = "generated tokens would follow padding"
             raise InputError(explain("attention_mask", "padding on the right", rule, "padding on the left"))
-        if generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant:
-            rule = "an assistant needs a cache that can remove tokens, and MtaCache cannot"
-            raise InputError(explain("generation", "with an assistant", rule, "greedy, sampling or beam search"))
         if generation_config.cache_implementation is not None:
             got, rule = generation_config.cache_implementation, "the convolutions need a cache that holds queries, too"
             raise InputError(explain("cache_implementation", got, rule, "None"))
         if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
             model_kwargs[CACHE_NAME] = MtaCache(self.config, max_cache_length)
+        held = model_kwargs.get(CACHE_NAME)
+        takes_back = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
+        if takes_back and isinstance(held, MtaCache):
+            for layer in held.layers:
+                layer.activate_past_recording()

@@ -6,6 +6,22 @@ from ..mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "removed-tokens-leave-their-queries",
+        "mtagen/nn/cache.py",
+        "self.queries.copy_(self.queries.roll(tokens, 2))",
+        "pass",
+        "Tokens that follow removed ones are convolved with the removed queries.",
+        ("tests/test_nn.py::test_tokens_taken_back",),
+    ),
+    Mutant(
+        "removable-grows-past-the-spare-queries",
+        "mtagen/nn/cache.py",
+        "min(self.spare, self.removable + count)",
+        "self.removable + count",
+        "More tokens are taken back than queries are held.",
+        ("tests/test_nn.py::test_tokens_that_cannot_be_taken_back",),
+    ),
+    Mutant(
         "layer-head-kernel-as-the-op-takes-it",
         "mtagen/nn/layer.py",
         'held["post_head_weight"].mT',
@@ -32,8 +48,8 @@ MUTANTS = (
     Mutant(
         "layer-keeps-the-queries-before-the-new-ones",
         "mtagen/nn/layer.py",
-        "queries[:, :, count:]",
-        "queries[:, :, :context]",
+        "held[:, :, count:]",
+        "held[:, :, : context + cache.spare]",
         "The next call convolves with queries that are too old.",
         ("tests/test_nn.py::test_generation",),
     ),
