@@ -87,7 +87,7 @@ def lean_interpreter() -> Iterator[None]:
         div_or_mod: bool = False,
     ) -> tuple[tl.tensor, tl.tensor]:
         """Operands of a binary operation, of one type. Without pointers, mostly both have it from the start."""
-        if arithmetic_check and not div_or_mod:
+        if arithmetic_check and not div_or_mod and (type(lhs) is tl.tensor or type(rhs) is tl.tensor):
             if type(lhs) is type(rhs):
                 if lhs.dtype is rhs.dtype and id(lhs.dtype) in _COMPUTED_ALIKE:
                     return broadcast_operands(lhs, rhs)
@@ -103,7 +103,7 @@ def lean_interpreter() -> Iterator[None]:
 
     constants: dict[tuple[Any, ...], tl.tensor] = {}
     joint: dict[tuple[int, int], Any] = {}  # by two shapes: the shape of their results
-    filled: dict[int, dict[int, tl.tensor]] = {}  # by the numbers of a constant and of a shape, which live as long
+    filled: dict[int, dict[int, tl.tensor]] = {}  # by id of a constant, then of a shape; both live on
 
     def constant(value: Any, dtype: tl.dtype) -> tl.tensor:
         key = type(value), value, math.copysign(1, value), dtype  # 0.0 == -0.0, 1 == True

@@ -432,7 +432,7 @@ def test_tokens_taken_back(steps: list[tuple[int, int]], seed: int) -> None:
         kept = torch.cat([kept, torch.randn(2, count, kept.shape[-1], dtype=kept.dtype)], 1)
         out = generate(layer, kept[:, -count:], [count], cache)
         torch.testing.assert_close(out, layer(kept)[:, -count:])
-        removed = min(removed, cache.removable or 0, kept.shape[1] - 1)
+        removed = min(removed, cache.removable, kept.shape[1] - 1)
         cache.remove(removed)
         kept = kept[:, : kept.shape[1] - removed]
         assert cache.longest == kept.shape[1] == cache.lengths[0]
@@ -441,19 +441,38 @@ def test_tokens_taken_back(steps: list[tuple[int, int]], seed: int) -> None:
 def test_tokens_that_cannot_be_taken_back() -> None:
     layer = made(LAYERS["everything"])
     cache = layer.new_cache(1, 20, spare=3)
-    with pytest.raises(InputError, match=r"count: got 1; the cache holds the queries to take back 0 tokens"):
+    with pytest.raises(InputError, match=r"count: got 1; the cache holds queries for taking back at most 0 tokens"):
         cache.remove(1)
     generate(layer, tokens(1, 9), [9], cache)
     for wrong in (4, -1, True, 1.0):
-        with pytest.raises(InputError, match=r"count: got .* take back 3 tokens; legal: 0\.\.3"):
+        with pytest.raises(InputError, match=r"count: got .* at most 3 tokens; legal: 0\.\.3"):
             cache.remove(wrong)
     cache.remove(2)
-    with pytest.raises(InputError, match=r"take back 1 token"):
+    with pytest.raises(InputError, match=r"at most 1 token"):
         cache.remove(2)
     with pytest.raises(InputError, match=r"spare: got -1"):
         layer.new_cache(1, 20, spare=-1)
     with pytest.raises(InputError, match=r"caches: .*spare"):
         Cache.cat([cache, layer.new_cache(1, 20)])
+
+
+def test_tokens_of_compiled_steps_are_taken_back() -> None:
+    """Steps that only the GPU counts: what is held is known all the same."""
+    torch._dynamo.reset()
+    layer, x = made(LAYERS["everything"]), tokens(2, 30)
+    step = torch.compile(lambda x, cache: layer(x, cache=cache), fullgraph=True, backend="eager")
+    cache = layer.new_cache(2, 40, spare=3)
+    with torch.no_grad():
+        step(x[:, :1], cache)
+        assert (cache.longest, cache.removable) == (None, 1)
+        for n in range(1, 9):
+            step(x[:, n : n + 1], cache)
+        cache.remove(3)
+        assert cache.removable == 0
+        step(x[:, 6:7], cache)
+        with pytest.raises(InputError, match="at most 1 token"):
+            cache.remove(2)
+        torch.testing.assert_close(layer(x[:, 7:20], cache=cache), layer(x[:, :20])[:, 7:])
 
 
 def test_spare_queries_of_joined_and_chosen_entries() -> None:
@@ -465,7 +484,7 @@ def test_spare_queries_of_joined_and_chosen_entries() -> None:
     assert (both.spare, both.removable) == (4, 2)
     both.remove(1)
     chosen = both.select(torch.tensor([1, 0]))
-    assert (chosen.removable, both.with_spare(6).spare, both.with_spare(2).spare) == (1, 6, 4)
+    assert (chosen.removable, both.with_spare(6).spare, both.with_spare(2).removable) == (1, 6, 1)
     new = torch.stack([x[1, 1:4], x[0, 8:11]])
     expected = layer(x).detach()
     out = generate(layer, new, [3], chosen.with_spare(5))

@@ -6,6 +6,7 @@ import copy
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -379,14 +380,29 @@ def test_generation_with_an_assistant(options: dict[str, Any]) -> None:
     other = type(model)(model.config).to(model.dtype).eval()
 
     def with_all_tokens(x: Tensor, **how: Any) -> Tensor:
-        return model.generate(x, max_new_tokens=10, pad_token_id=-1, **how)  # no token is taken for padding
+        how = {"max_new_tokens": 10, "pad_token_id": -1} | how  # no token is taken for padding
+        return model.generate(x, **how)
 
     expected = with_all_tokens(x)
     assert torch.equal(with_all_tokens(x, prompt_lookup_num_tokens=3), expected)
     assert torch.equal(with_all_tokens(x, assistant_model=other), expected)
     assert torch.equal(with_all_tokens(x, assistant_model=model), expected)
+    for length in (1, 3):  # drafts are longer than the prompt
+        long = partial(with_all_tokens, x[:, :length], max_new_tokens=30)
+        assert torch.equal(long(assistant_model=other), long())
+    repeated = torch.cat([x.repeat(1, 14), x], 1)  # drafts are longer than what is held from before the last crop
+    assert torch.equal(with_all_tokens(repeated, prompt_lookup_num_tokens=140), with_all_tokens(repeated))
     found = torch.cat([x, expected[:, 12:17], x[:, :3]], 1)  # some continuations are in the prompt
     assert torch.equal(with_all_tokens(found, prompt_lookup_num_tokens=4), with_all_tokens(found))
+
+
+def test_a_filled_cache_with_an_assistant(model: MtaForCausalLM) -> None:
+    """transformers would process the prompt again."""
+    x, past = tokens(1, 12), MtaCache(model.config)
+    with torch.no_grad():
+        model(x[:, :11], cache=past)
+    with pytest.raises(InputError, match="cache: got '11 tokens'; generation with an assistant would process"):
+        generate(model, x, cache=past, prompt_lookup_num_tokens=3)
 
 
 def test_cropped_caches(model: MtaForCausalLM) -> None:
@@ -402,8 +418,8 @@ def test_cropped_caches(model: MtaForCausalLM) -> None:
         past.crop(13)  # the number of tokens that stay
         logits = model(x[:, :2], cache=past).logits
         close(logits, model(torch.cat([x[:, :11], other[:, :2], x[:, :2]], 1)).logits[:, 13:])
-        with pytest.raises(InputError, match="tokens_to_remove: got -14; the cache holds the queries"):
-            past.crop(-14)
+        with pytest.raises(InputError, match=r"count: got 16; .* taking back at most 15 tokens"):
+            past.crop(-16)
 
 
 def test_generation_from_padded_prompts_and_from_each_alone(model: MtaForCausalLM) -> None:
@@ -823,5 +839,5 @@ def test_illegal_use_of_a_cache(model: MtaForCausalLM) -> None:
         past.update(x, x, 0)
     with pytest.raises(InputError, match="update: got 'keys and values'"):
         past.layers[0].lazy_initialization(x, x)
-    with pytest.raises(InputError, match="tokens_to_remove: got -1; the cache holds the queries to take back 0 tokens"):
+    with pytest.raises(InputError, match="tokens_to_remove: got -1; the cache holds no queries for taking back tokens"):
         past.crop(-1)

@@ -532,12 +532,14 @@ class Flex(Peer):
 
     def refusal(self, case: Case) -> str | None:
         if name_expression(case.spec, case.sizes.heads) not in SCORE_MODS:
-            return "is not compared: it has no such option, or no gradient of it"
+            return "this expression was not written for FlexAttention, or it has no such option"
         attend, inputs, grad_out = self._small_call(case)
         try:
             attend(*(x.requires_grad_() for x in self.arguments(case, inputs))).backward(grad_out)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            return f"does not compile: {str(error).splitlines()[0]}"
+            return f"does not run: {next(iter(str(error).splitlines()), '')}"
         return None
 
     def arguments(self, case: Case, inputs: Inputs) -> list[Tensor]:

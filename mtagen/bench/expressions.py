@@ -10,7 +10,7 @@ from ..spec import Spec
 
 
 def expressions(heads: int) -> dict[str, dict[str, Any]]:
-    """Return options of :class:`mtagen.Spec` by the name of an expression, for so many heads."""
+    """Return options of :class:`mtagen.Spec` by the name of an expression, for ``heads`` heads."""
     return {
         "softcap": {"logits": softcap(50.0)},
         "alibi": {"logits": alibi(heads)},

@@ -232,16 +232,26 @@ def text_of(name: str, given: str | Function, parameters: Sequence[Parameter], *
     return given if isinstance(given, str) else _called(name, given, parameters, has_integers)
 
 
-def composed(outer: str | None, inner: str | None, parameters: Sequence[Parameter]) -> str | None:
-    """Return the canonical text of an expression whose score is another expression's value; None is s."""
+def composed(name: str, outer: str | None, inner: str | None, parameters: Sequence[Parameter]) -> str | None:
+    """Return the canonical text of an expression whose score is another expression's value; None is s.
+
+    Args:
+        name: the option that the result stands for, for errors.
+        outer, inner: canonical texts; None is s.
+        parameters: the tensors that they read.
+
+    Raises:
+        SpecError: the result is too long.
+    """
     if outer is None or inner is None:
         return inner if outer is None else outer
     expr = read("outer", outer, parameters).xreplace({SCORE: read("inner", inner, parameters)})
-    return _settled("outer", expr, parameters)
+    return _settled(f"{name} of the expression before it", expr, parameters)
 
 
 def _settled(name: str, expr: Expr, parameters: Sequence[Parameter]) -> str | None:
-    """Return the text of an expression that is written as it is read; None for ``s`` itself.
+    """Return the text of an expression that stays when it is read and written again; None for ``s``
+    itself. If texts turn into each other, it is the least of them.
 
     Python groups the factors of a product from the left, and sympy multiplies a number and a sum:
     ``-(h + 1)*log(2)`` is read as ``(-h - 1)*log(2)``.

@@ -50,9 +50,9 @@ def normalised(
         rule = "are read by visible, as integers, and by an expression, as real numbers"
         raise SpecError(explain("parameters", shared, rule, "a parameter for each"))
     if not convolves:
-        scores, convolved = None, composed(convolved, scores, known)
+        scores, convolved = None, composed("convolved", convolved, scores, known)
     if not mixes:
-        convolved, logits = None, composed(logits, convolved, known)
+        convolved, logits = None, composed("logits", logits, convolved, known)
     pairs = tuple((parameter.name, parameter.text) for parameter in known)
     return {"scores": scores, "convolved": convolved, "logits": logits, "parameters": pairs}
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from ..errors import InputError, explain
 from ..spec import as_int
 
+_TENSORS = ("keys", "values", "queries", "lengths", "floors")  # fields with an entry for each sequence
+
 
 @dataclass(eq=False)
 class Cache:
@@ -19,8 +21,8 @@ class Cache:
 
     A convolved score needs scores of earlier queries. So the cache holds the last queries besides
     keys and values: as many as the convolutions before and after the softmax reach back together,
-    cq - 1 each. ``spare`` more queries allow to take back the last tokens (:meth:`remove`), as
-    speculative decoding does. Keys and queries are stored after their rotary embedding. Buffers are
+    cq - 1 each. It also holds ``spare`` older queries, so that :meth:`remove` can take back the last
+    tokens, as speculative decoding does. Keys and queries are stored after their rotary embedding. Buffers are
     written in place and never grow.
 
     Steps that ``torch.compile`` traces, or that a CUDA graph captures, count tokens on the GPU
@@ -35,20 +37,21 @@ class Cache:
         queries: ``(B, H, context + spare, D)``, the last queries of each entry; rows before its first token hold
             anything.
         lengths: ``(B,)`` int32, number of tokens of each entry.
+        floors: ``(B,)`` int32; an entry with fewer tokens would need queries that were not held when tokens were last
+            taken back.
         longest: the largest of ``lengths``; None while only the GPU knows it.
         ragged: whether ``lengths`` may differ.
         spare: how many tokens may be taken back at most.
-        removable: how many tokens may be taken back now; None while only the GPU knows it.
     """
 
     keys: Tensor
     values: Tensor
     queries: Tensor
     lengths: Tensor
+    floors: Tensor
     longest: int | None = 0
     ragged: bool = False
     spare: int = 0
-    removable: int | None = 0
 
     @property
     def max_len(self) -> int:
@@ -78,33 +81,46 @@ class Cache:
         self.lengths += count
         captured = torch.compiler.is_compiling() or (self.lengths.is_cuda and torch.cuda.is_current_stream_capturing())
         self.longest = None if captured or self.longest is None else self.longest + count
-        self.removable = None if captured or self.removable is None else min(self.spare, self.removable + count)
+
+    @property
+    def removable(self) -> int:
+        """How many tokens may be taken back now. The CPU waits for the GPU."""
+        return min((self.lengths - self._floors()).tolist(), default=0)
+
+    def _floors(self) -> Tensor:
+        """Return the smallest lengths at which the queries before the next token are still held."""
+        return torch.maximum(self.floors, self.lengths - self.spare)
 
     def remove(self, count: int) -> None:
         """Take back the last tokens of each entry, as if the layer had never been called with them.
 
+        The CPU waits for the GPU.
+
         Args:
-            count: number of tokens, at most ``removable``; if that is None, at most ``spare`` and
-                the tokens that were added since tokens were last taken back. Tokens that are added
-                later can be taken back in turn.
+            count: number of tokens, at most ``removable``. Tokens that are added later can be taken
+                back in turn.
 
         Raises:
             InputError: the queries before these tokens are no longer held.
         """
-        most = self.spare if self.removable is None else self.removable
-        tokens = as_int(count)
+        most, tokens = self.removable, as_int(count)
         if tokens is None or not 0 <= tokens <= most:
-            rule = f"the cache holds the queries to take back {most} tokens"
+            rule = f"the cache holds queries for taking back at most {most} tokens"
             raise InputError(explain("count", count, rule, f"0..{most}; new_cache(..., spare=...) holds more"))
+        self.floors.copy_(self._floors())
         self.queries.copy_(self.queries.roll(tokens, 2))
         self.lengths -= tokens
         self.longest = None if self.longest is None else self.longest - tokens
-        self.removable = None if self.removable is None else self.removable - tokens
 
     def with_spare(self, spare: int) -> Cache:
-        """Return a cache that holds more queries from the next call on; keys and values are shared."""
-        more = max(0, spare - self.spare)
-        return replace(self, queries=F.pad(self.queries, (0, 0, more, 0)), spare=self.spare + more)
+        """Return this cache with another number of spare queries. Use it in the place of this one.
+
+        More are held from the next call on.
+        """
+        if spare == self.spare:
+            return self
+        queries = F.pad(self.queries, (0, 0, spare - self.spare, 0))  # fewer rows if it is negative
+        return replace(self, queries=queries, floors=self._floors(), spare=spare)
 
     @classmethod
     def cat(cls, caches: Sequence[Cache]) -> Cache:
@@ -118,16 +134,13 @@ class Cache:
         sizes = {(cache.max_len, cache.spare) for cache in caches}
         if len(sizes) != 1:
             rule = "must have one max_len and one spare in common"
-            raise InputError(explain("caches", sizes, rule, "caches of layer.new_cache(batch, max_len)"))
-        keys, values, queries, lengths = (
-            torch.cat([getattr(cache, name) for cache in caches]) for name in ("keys", "values", "queries", "lengths")
-        )
+            got = [f"max_len={max_len}, spare={spare}" for max_len, spare in sorted(sizes)]
+            raise InputError(explain("caches", got, rule, "caches of layer.new_cache(batch, max_len, spare=...)"))
+        tensors = {name: torch.cat([getattr(cache, name) for cache in caches]) for name in _TENSORS}
         longest = max(cache.read_longest() for cache in caches)
         ragged = any(cache.ragged or cache.longest != longest for cache in caches)
         ((_, spare),) = sizes
-        known = [cache.removable for cache in caches if cache.removable is not None]
-        removable = min(known) if len(known) == len(caches) else None
-        return cls(keys, values, queries, lengths, longest, ragged, spare, removable)
+        return cls(**tensors, longest=longest, ragged=ragged, spare=spare)
 
     def select(self, entries: Tensor) -> Cache:
         """Return a cache with copies of the entries that ``entries`` lists, in that order.
@@ -137,7 +150,6 @@ class Cache:
         Args:
             entries: ``(n,)`` integers; an entry may be listed several times.
         """
-        keys, values, queries, lengths = (x[entries] for x in (self.keys, self.values, self.queries, self.lengths))
-        ragged = self.ragged and len(keys) > 1
-        longest = None if self.ragged else self.longest
-        return Cache(keys, values, queries, lengths, longest, ragged, self.spare, self.removable)
+        tensors = {name: getattr(self, name)[entries] for name in _TENSORS}
+        ragged, longest = self.ragged and len(entries) > 1, None if self.ragged else self.longest
+        return replace(self, **tensors, longest=longest, ragged=ragged)

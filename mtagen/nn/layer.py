@@ -500,7 +500,8 @@ class MultiTokenAttention(nn.Module):
         shape = batch, self.n_local_kv_heads, max_len, self.head_dim
         queries = torch.zeros(batch, self.n_local_heads, spec.context + extra, self.head_dim, **made)
         lengths = torch.zeros(batch, device=device, dtype=torch.int32)
-        return Cache(torch.zeros(shape, **made), torch.zeros(shape, **made), queries, lengths, spare=extra)
+        keys, values = torch.zeros(shape, **made), torch.zeros(shape, **made)
+        return Cache(keys, values, queries, lengths, torch.zeros_like(lengths), spare=extra)
 
     def _check_cache(self, x: Tensor, cu_seqlens: Tensor | None, cache: Cache) -> None:
         """Check a call with a cache.

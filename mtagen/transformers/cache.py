@@ -17,7 +17,7 @@ from ..nn import Cache as LayerCache
 from ..nn import MultiTokenAttention
 from .configuration import CACHE_NAMES, MtaConfig
 
-MOST_SPARE = 128  # tokens that can be taken back; assistants propose fewer at a time
+SPARE = 32  # tokens before the last crop that can be taken back, too
 # The argument's name under which the installed transformers passes a cache.
 CACHE_NAME = next(name for name in CACHE_NAMES if name in {field.name for field in fields(BaseModelOutputWithPast)})
 
@@ -40,8 +40,8 @@ def given_cache(cache: MtaCache | None, past_key_values: MtaCache | None) -> Mta
 class MtaCacheLayer(CacheLayerMixin):
     """A layer's :class:`mtagen.nn.Cache`, made in the layer's first call. It grows when it is full.
 
-    After :meth:`activate_past_recording` tokens can be taken back: those of the last call, at most
-    ``MOST_SPARE``.
+    After :meth:`activate_past_recording` tokens can be taken back (:meth:`crop`): all that came after
+    the last crop, and some before them.
 
     Args:
         max_len: initial room for tokens of each entry; default the tokens of the first call.
@@ -49,7 +49,7 @@ class MtaCacheLayer(CacheLayerMixin):
     Attributes:
         state: the layer's cache, or None before the first call.
         token_count: number of tokens of each entry, padding included, as ``generate`` counts them.
-        records: whether tokens can be taken back.
+        record_past: whether tokens can be taken back.
     """
 
     is_compileable = False
@@ -61,7 +61,8 @@ class MtaCacheLayer(CacheLayerMixin):
         self.max_len = max_len
         self.state: LayerCache | None = None
         self.token_count = 0
-        self.records = False
+        self.record_past = False
+        self._since_crop = 0  # tokens
 
     def attend(
         self, attention: MultiTokenAttention, x: Tensor, positions: Tensor | None, padding: Sequence[int] | None
@@ -82,8 +83,9 @@ class MtaCacheLayer(CacheLayerMixin):
         """
         batch, count, _ = x.shape
         state = self._with_room(attention, batch, self.token_count + count)
-        if self.records:
-            state = state.with_spare(min(count, MOST_SPARE))
+        if self.record_past:
+            self._since_crop += count
+            state = state.with_spare(max(SPARE, self._since_crop))
         if padding is None:
             out: Tensor = attention(x, positions=positions, cache=state)
         else:
@@ -135,6 +137,7 @@ class MtaCacheLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens."""
         self.state, self.token_count, self.is_initialized = None, 0, False
+        self.record_past, self._since_crop = False, 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens of each entry.
@@ -146,21 +149,22 @@ class MtaCacheLayer(CacheLayerMixin):
         Raises:
             InputError: the queries before them, which a convolution then needs, are not held.
         """
-        count = -tokens_to_remove if tokens_to_remove <= 0 else self.token_count - tokens_to_remove
-        if count == 0:
+        count = max(0, self.token_count - tokens_to_remove) if tokens_to_remove > 0 else -tokens_to_remove
+        if self.state is None or (count and not self.record_past):
+            if count:
+                rule = "the cache holds no queries for taking back tokens"
+                legal = "0; or call activate_past_recording() before the tokens are processed; or reset()"
+                raise InputError(explain("tokens_to_remove", tokens_to_remove, rule, legal))
             return
-        most = 0 if self.state is None else self.state.removable or 0
-        if not 0 < count <= most:
-            rule = f"the cache holds the queries to take back {most} tokens"
-            legal = f"{-most}..0, after activate_past_recording(); or reset()"
-            raise InputError(explain("tokens_to_remove", tokens_to_remove, rule, legal))
-        assert self.state is not None
-        self.state.remove(count)
-        self.token_count -= count
+        if count:
+            self.state.remove(count)
+        self.token_count, self._since_crop = self.token_count - count, 0
+        if self.record_past:
+            self.state = self.state.with_spare(SPARE)
 
     def activate_past_recording(self) -> None:
         """Hold more queries from the next call on, so that its tokens can be taken back."""
-        self.records = True
+        self.record_past = True
 
     def get_seq_length(self) -> int:
         """Return the number of tokens of each entry, padding included."""

@@ -336,7 +336,8 @@ class MtaForCausalLM(MtaPreTrainedModel, GenerationMixin):
         """Give ``generate`` a cache with queries that has room for all tokens.
 
         Raises:
-            InputError: another cache is asked for, or a prompt ends in padding.
+            InputError: another cache is asked for, a prompt ends in padding, or an assistant is to
+                continue a filled cache.
         """
         mask = model_kwargs.get("attention_mask")
         if mask is not None and not mask[:, -1].all():
@@ -350,5 +351,9 @@ class MtaForCausalLM(MtaPreTrainedModel, GenerationMixin):
         held = model_kwargs.get(CACHE_NAME)
         takes_back = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
         if takes_back and isinstance(held, MtaCache):
+            tokens = held.get_seq_length()
+            if tokens and generation_mode == GenerationMode.ASSISTED_GENERATION:
+                rule = "generation with an assistant would process the cached tokens again"
+                raise InputError(explain("cache", f"{tokens} tokens", rule, "an empty cache, or none"))
             for layer in held.layers:
                 layer.activate_past_recording()

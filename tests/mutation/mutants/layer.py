@@ -16,9 +16,9 @@ MUTANTS = (
     Mutant(
         "removable-grows-past-the-spare-queries",
         "mtagen/nn/cache.py",
-        "min(self.spare, self.removable + count)",
-        "self.removable + count",
-        "More tokens are taken back than queries are held.",
+        "self.floors.copy_(self._floors())",
+        "pass",
+        "Tokens are taken back twice, though queries are held for once.",
         ("tests/test_nn.py::test_tokens_that_cannot_be_taken_back",),
     ),
     Mutant(
@@ -72,8 +72,8 @@ MUTANTS = (
     Mutant(
         "layer-chosen-entries-as-one",
         "mtagen/nn/cache.py",
-        "ragged = self.ragged and len(keys) > 1",
-        "ragged = False",
+        "self.ragged and len(entries) > 1, None if",
+        "False, None if",
         "Entries of different lengths that are chosen from a cache continue as if all were as long as the longest.",
         ("tests/test_nn.py::test_entries_of_different_lengths",),
     ),
