@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from ..expressions import alibi, clipped, forget, softcap, t5, temperature
 from ..spec import Spec
 
 
 def expressions(heads: int) -> dict[str, dict[str, Any]]:
     """Return options of :class:`mtagen.Spec` by the name of an expression, for ``heads`` heads."""
+    # Imported here, because it loads sympy, and the command line's help names the suites.
+    from ..expressions import alibi, clipped, forget, softcap, t5, temperature
+
     return {
         "softcap": {"logits": softcap(50.0)},
         "alibi": {"logits": alibi(heads)},
