@@ -12,7 +12,7 @@ from compilers import OLD_COMPILER_STACK
 
 from mtagen.codegen import cuda
 from mtagen.errors import PlanError
-from mtagen.planner import get_target, plan
+from mtagen.planner import TARGETS, get_target, plan
 from mtagen.planner.passes import passes_of
 from mtagen.planner.strip.passes import StripPass
 from mtagen.planner.strip.products import WarpgroupProduct
@@ -32,10 +32,11 @@ HOPPER_STACK: dict[str, int] = {}
 TEN_HEADS_STACK = {"softmax_backward": 240}
 FUNCTIONS_STACK = {"softmax_backward": 16}
 CUDA_STACK = 96  # of CUDA's kernels, whatever their role
+WHOLE = ("sm_80", "sm_89", "sm_90a")  # targets on which all stages are compiled; on others the mixtures alone
 CUDA_CASES: list[tuple[str, dict[str, Any]]] = [
-    *((target, EVERYTHING) for target in ("sm_80", "sm_89", "sm_90a")),
+    *((name, EVERYTHING if name in WHOLE else MIXED) for name, target in TARGETS.items() if "mma" in target.matrix),
     ("sm_90a", EVERYTHING | {"causal": False, "dtype": "fp16"}),
-    *((target, MIXED) for target in ("sm_86", "sm_90a", "sm_120")),
+    ("sm_90a", MIXED),
     ("sm_90a", TEN_HEADS | {"dtype": "fp16"}),
     ("sm_90a", {"kernel": (16, 16), "post_kernel": (3, 3), "post_mixed_heads": 2}),
     ("sm_90a", EVERYTHING | {"window": (1023, -1)}),

@@ -68,9 +68,6 @@ class Contender(ABC):
 
     def enters(self, case: Case) -> bool:
         """Return whether results of ``case`` list the contender at all."""
-        return self._lists(case)
-
-    def _lists(self, case: Case) -> bool:
         return self.only is None or self.only(case)
 
     @abstractmethod
@@ -343,7 +340,8 @@ class Eager(Materialising):
 
     def enters(self, case: Case) -> bool:
         # Unlike other peers, it computes any expression.
-        return replace(case.spec, packed=False, dropout=False, window=(-1, -1)) == case.spec and self._lists(case)
+        whole = replace(case.spec, packed=False, dropout=False, window=(-1, -1)) == case.spec
+        return whole and Contender.enters(self, case)
 
     def refusal(self, case: Case) -> str | None:
         try:

@@ -7,6 +7,7 @@ measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import methodcaller
 from pathlib import Path
 from typing import NamedTuple
 
@@ -278,18 +279,13 @@ def data_table(results: Results) -> str:
     backends = _present(cases, BACKENDS)
     others = {name: _present(cases, (f"{name} one by one", f"{name} padded")) for name in backends}
 
-    def over_predicted(name: str) -> Column:
-        return Column(
-            f"/ {PREDICTED}", lambda case, rows: ratio(rows.get(name), predicted(case, name, cases[case].cases))
-        )
-
     shown = [
         columns.STAGES,
         Column("data", lambda case, rows: name_data(case)),
         *(columns.HEAD_DIM, columns.LENGTH, columns.BATCH, columns.PASS),
     ]
     for name in backends:
-        shown += [figures_of(name, f"{short_name(name)}, ms"), over_predicted(name)]
+        shown += [figures_of(name, f"{short_name(name)}, ms"), _over_base(PREDICTED, cases, methodcaller("get", name))]
         shown += [_over(name, peer)._replace(name=f"/ {short_name(peer)}") for peer in others[name]]
     title = (
         f"Windows, packed documents and dropout, causal, {_common(cases)}; predicted is the time without window and "
@@ -307,22 +303,16 @@ def scores_table(results: Results) -> str:
     cases = _select(results, lambda case: bool(_expression(case)))
     peers = _present(cases, (FLEX, *SAME_MATH))
 
-    def over_none(case: Case, rows: Rows) -> str:
-        return ratio(_ours(rows), predicted(case, _ours(rows)["contender"], cases[case].cases))
-
-    def over_its_own(name: str) -> Column:
-        return Column("/ without", lambda case, rows: ratio(rows.get(name), predicted(case, name, cases[case].cases)))
-
     shown = [
         Column("expression", lambda case, rows: _expression(case)),
         columns.KERNEL._replace(cell=lambda case, rows: name_kernel(case.base)),
         *(columns.HEAD_DIM, columns.PASS),
         Column("mtagen, ms", lambda case, rows: figure(_ours(rows))),
         Column("backend", lambda case, rows: short_name(_ours(rows)["contender"])),
-        Column("/ without", over_none),
+        _over_base("without", cases, _ours),
     ]
     for name in peers:
-        shown += [figures_of(name, f"{name}, ms"), over_its_own(name)]
+        shown += [figures_of(name, f"{name}, ms"), _over_base("without", cases, methodcaller("get", name))]
     title = f"Score expressions and sinks, causal, B = 1, {_common(cases)}; FlexAttention computes plain attention only"
     return _write_cases(title, shown, cases, (*OURS, *peers))
 
@@ -503,6 +493,16 @@ def _over(name: str, peer: str) -> Column:
 
 def _percent(share: float | None) -> str:
     return NOTHING if share is None else f"{share:.0%}"
+
+
+def _over_base(title: str, results: Results, row_of: Callable[[Rows], Row | None]) -> Column:
+    """Return a column with a contender's time over what its time at the case's base predicts."""
+
+    def cell(case: Case, rows: Rows) -> str:
+        row = row_of(rows)
+        return ratio(row, row and predicted(case, row["contender"], results[case].cases))
+
+    return Column(f"/ {title}", cell)
 
 
 def _expression(case: Case) -> str:

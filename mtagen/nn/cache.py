@@ -22,8 +22,8 @@ class Cache:
     A convolved score needs scores of earlier queries. So the cache holds the last queries besides
     keys and values: as many as the convolutions before and after the softmax reach back together,
     cq - 1 each. It also holds ``spare`` older queries, so that :meth:`remove` can take back the last
-    tokens, as speculative decoding does. Keys and queries are stored after their rotary embedding. Buffers are
-    written in place and never grow.
+    tokens, as speculative decoding does. Keys and queries are stored after their rotary embedding.
+    Buffers are written in place and never grow.
 
     Steps that ``torch.compile`` traces, or that a CUDA graph captures, count tokens on the GPU
     alone, so that one graph serves all lengths. They set ``longest`` to None. While it is None, a

@@ -62,6 +62,11 @@ class HeadParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Spread the layer; ``parallelize_module`` calls this."""
         layer, ranks = _checked(module, device_mesh), device_mesh.size()
+
+        def spread(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
+            x = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
+            return nn.Parameter(x, parameter.requires_grad)
+
         projections: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("wq", "wk", "wv")}
         output = RowwiseParallel(output_layouts=self.output_layouts, use_local_output=self.use_local_output)
         parallelize_module(layer, device_mesh, {**projections, "wo": output}, src_data_rank=self.src_data_rank)
@@ -70,14 +75,11 @@ class HeadParallel(ParallelStyle):
         for part in (*per_head, *shared):
             placement = Replicate() if part in shared else Shard(0)
             for name, parameter in [*part.named_parameters(recurse=False)]:
-                spread = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
-                part.register_parameter(name, nn.Parameter(spread, parameter.requires_grad))
+                part.register_parameter(name, spread(parameter, placement))
         for argument in layer.op.plan.spec.learned_arguments:
             if argument.name in layer.score_parameters:
                 placement = Shard(0) if "H" in argument.shape else Replicate()
-                parameter = layer.score_parameters[argument.name]
-                spread = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
-                layer.score_parameters[argument.name] = nn.Parameter(spread, parameter.requires_grad)
+                layer.score_parameters[argument.name] = spread(layer.score_parameters[argument.name], placement)
         layer.n_local_heads, layer.n_local_kv_heads = layer.n_heads // ranks, layer.n_kv_heads // ranks
         # The projections share one transfer of the input, and one of its gradient.
         inputs = PrepareModuleInput(input_layouts=self.input_layouts, desired_input_layouts=Replicate())

@@ -150,17 +150,14 @@ class MtaCacheLayer(CacheLayerMixin):
             InputError: the queries before them, which a convolution then needs, are not held.
         """
         count = max(0, self.token_count - tokens_to_remove) if tokens_to_remove > 0 else -tokens_to_remove
-        if self.state is None or (count and not self.record_past):
-            if count:
-                rule = "the cache holds no queries for taking back tokens"
-                legal = "0; or call activate_past_recording() before the tokens are processed; or reset()"
-                raise InputError(explain("tokens_to_remove", tokens_to_remove, rule, legal))
-            return
-        if count:
+        if self.state is not None and self.record_past:
             self.state.remove(count)
-        self.token_count, self._since_crop = self.token_count - count, 0
-        if self.record_past:
             self.state = self.state.with_spare(SPARE)
+            self.token_count, self._since_crop = self.token_count - count, 0
+        elif count:
+            rule = "the cache holds no queries for taking back tokens"
+            legal = "0; or call activate_past_recording() before the tokens are processed; or reset()"
+            raise InputError(explain("tokens_to_remove", tokens_to_remove, rule, legal))
 
     def activate_past_recording(self) -> None:
         """Hold more queries from the next call on, so that its tokens can be taken back."""
