@@ -133,21 +133,6 @@ DEVICE u32 pack<bf16>(float lo, float hi) {
   return x;
 }
 
-// Keeps a value in a register from here on, so that it is neither computed later nor computed again.
-DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)); }
-
-template <int N>
-DEVICE void pin(u32 (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) pin(x[i]);
-}
-
-template <int N>
-DEVICE void pin(float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i]));
-}
-
 // ---- What a query sees ---------------------------------------------------------------------------------------------
 
 // A query sees the keys from SEEN_BEHIND before its own position to SEEN_AHEAD after it, NO_LIMIT being all.

@@ -214,6 +214,8 @@ DEVICE int load_acquire(const int* from) {
   return x;
 }
 
+// ---- Hints to the compiler ------------------------------------------------------------------------------------------
+
 // Tells the compiler that all lanes of the warp have the same x, which it may then keep in a uniform register.
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 

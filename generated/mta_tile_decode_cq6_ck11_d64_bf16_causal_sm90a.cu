@@ -182,6 +182,8 @@ DEVICE float exp2_fast(float x) {
   return y;
 }
 
+// ---- Hints to the compiler ------------------------------------------------------------------------------------------
+
 // Tells the compiler that all lanes of the warp have the same x, which it may then keep in a uniform register.
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 

@@ -165,6 +165,8 @@ DEVICE float exp2_fast(float x) {
 // Waits at barrier `id` for the other threads, `threads` in all.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
+// ---- Hints to the compiler ------------------------------------------------------------------------------------------
+
 // Tells the compiler that all lanes of the warp have the same x, which it may then keep in a uniform register.
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 

@@ -85,7 +85,7 @@ def check_decode(
 
 
 def check_heads(spec: Spec, heads: int) -> int:
-    """``heads``, if an op can have so many heads of queries.
+    """``heads``, if an op can have this number of heads of queries.
 
     Raises:
         InputError: it is not a positive int, or cannot be divided into groups that are mixed.
@@ -150,7 +150,7 @@ def check_documents(documents: Documents, total_q: int, total_k: int, device: to
 def check_boundaries(
     boundaries: tuple[str, Tensor], longest: tuple[str, int], total: int, device: torch.device
 ) -> None:
-    """Check where packed documents begin and end among so many rows.
+    """Check where packed documents begin and end.
 
     Args:
         boundaries: ``(documents + 1,)`` int32, and what the caller calls it.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "compiler.cuh"
 #include "hopper.cuh"
 #include "swizzle.cuh"
 

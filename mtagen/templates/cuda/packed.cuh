@@ -6,8 +6,8 @@
 // schedule lists the documents and blocks of CTAs.
 struct Packed {
   bool exists;   // whether the CTA has a block; the grid has a CTA for each possible block
-  int b, h;      // the document, and the CTA's head,
-  int heads;     // one of so many
+  int b, h;      // the document, and the CTA's head
+  int heads;     // heads of q
   int block;     // the CTA's block of rows
   int q0, k0;    // the first query and key in the tensors
   int n_q, n_k;  // queries and keys

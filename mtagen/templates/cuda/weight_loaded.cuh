@@ -1,5 +1,6 @@
 #pragma once
 
+#include "compiler.cuh"
 #include "ptx.cuh"
 
 // With three row shifts, operand 0 is that of row shifts 0 and 2. Its words are the scores of row shifts 0 and 2 for

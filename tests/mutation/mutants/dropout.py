@@ -7,7 +7,7 @@ from ..mutant import CUDA, EMULATED, SM90, Mutant
 MUTANTS = (
     Mutant(
         "dropout-counts-keys-from-the-window",
-        f"{CUDA}/forward_sm90.cu.j2",
+        f"{CUDA}/forward_producer.j2",
         "group_of(work.unseen + step * KEYS - LAG)",
         "group_of(step * KEYS - LAG)",
         "What is dropped of a key depends on which keys a CTA skips.",
