@@ -291,6 +291,23 @@ DEVICE void copy_tile(u32 to, const Type* plane, int pitch, int row, int key, in
     }
 }
 
+// ---- Hints to the compiler ------------------------------------------------------------------------------------------
+
+// Keeps a value in a register from here on, so that it is neither computed later nor computed again.
+DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)); }
+
+template <int N>
+DEVICE void pin(u32 (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) pin(x[i]);
+}
+
+template <int N>
+DEVICE void pin(float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i]));
+}
+
 // ---- Convolution: a slab of scores times a banded Toeplitz matrix of weights, on the tensor cores -------------------
 //
 // A slab is a score tile in shared memory. It holds even rows apart from odd rows, and columns in chunks of CHUNK = 8.
