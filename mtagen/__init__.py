@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from .version import __version__
 
 if TYPE_CHECKING:
-    from . import accuracy, distributed, nn
+    from . import accuracy, distributed, nn, serving
     from . import transformers as transformers
     from .dropout import draw_seed, dropout_mask
     from .eager import reference
@@ -40,7 +40,7 @@ _HOMES = {
     "reference": "eager",  # importing a module named reference would replace the function by the module
 }
 
-_SUBMODULES = ("accuracy", "distributed", "nn", "transformers")
+_SUBMODULES = ("accuracy", "distributed", "nn", "serving", "transformers")
 
 # Without "transformers": ``from mtagen import *`` must not need that package.
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "nn",
     "plan",
     "reference",
+    "serving",
 ]
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import InputError, explain
+from ..ops.attention import AttentionOp
 from ..spec import as_int
 
 _TENSORS = ("keys", "values", "queries", "lengths", "floors")  # fields with an entry for each sequence
@@ -153,3 +156,23 @@ class Cache:
         tensors = {name: getattr(self, name)[entries] for name in _TENSORS}
         ragged, longest = self.ragged and len(entries) > 1, None if self.ragged else self.longest
         return replace(self, **tensors, longest=longest, ragged=ragged)
+
+
+class EngineCache(ABC):
+    """The cache of an engine that keeps keys and values of many requests in its own memory.
+
+    A layer takes it as the argument ``cache``, computes queries, keys and values of new tokens, and
+    leaves the rest to it.
+    """
+
+    @abstractmethod
+    def compute(self, op: AttentionOp, weights: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Add new tokens, and return their outputs ``(B, N, H, D)``.
+
+        Args:
+            op: the op of the layer.
+            weights: the weights of the op's stages, the sink and the parameters, by name.
+            q: ``(B, N, H, D)``, after the rotary embedding.
+            k: ``(B, N, Hkv, D)``.
+            v: ``(B, N, Hkv, D)``.
+        """

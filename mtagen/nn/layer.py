@@ -16,7 +16,7 @@ from ..ops.attention import AttentionOp, autocast_dtype
 from ..ops.checks import check_boundaries
 from ..planner import Backend
 from ..spec import MAX_NEW_TOKENS, OPTIONS, Argument, Expression, KeyPadding, Mask, as_int
-from .cache import Cache
+from .cache import Cache, EngineCache
 from .checks import GateKind, as_count, check_count, check_divisor, check_input, check_options
 from .parts import Gate, HeadMixer, HeadNorm, local, set_parameter
 from .rope import FrequencyScaling, document_positions, rotate, rotation
@@ -40,9 +40,10 @@ class MultiTokenAttention(nn.Module):
         out = wo gate(norm(o))
 
     The layer is that of Golovneva et al., "Multi-Token Attention", arXiv 2504.00927, and of their
-    code (facebookresearch/RAM, ``projects/mta``), whose state dicts load as they are. Each stage is
-    left out unless an argument asks for it; :func:`mtagen.reference` defines the second line. The
-    parameters are listed below. A stage that is left out has none.
+    code (facebookresearch/RAM, ``projects/mta``), whose state dicts load as they are. By
+    default the layer has one stage, the (6, 11) convolution before the softmax.
+    :func:`mtagen.reference` defines the second line. The parameters are listed below. A stage that
+    is left out has none.
 
     =======================================  ===================================================================
     ``wq.weight``, ``wo.weight``             (H D, dim), (dim, H D)
@@ -62,7 +63,7 @@ class MultiTokenAttention(nn.Module):
     both.
 
     Initially every stage is the identity: a convolution has a 1 at the tap of the score itself, and
-    mixtures and scales are the identity. Projections and the gate start like ``torch.nn.Linear``,
+    mixings and scales are the identity. Projections and the gate start like ``torch.nn.Linear``,
     but the gate's bias is 0.
 
     Args:
@@ -71,25 +72,26 @@ class MultiTokenAttention(nn.Module):
         n_kv_heads: Hkv, heads of keys and values, a divisor of H; default H.
         head_dim: D, 16..256 in multiples of 8; default dim / H.
         kernel: ``(cq, ck)``, extents of the convolution before the softmax over queries and keys;
-            None for no convolution.
+            default (6, 11); None for no convolution.
         mixed_heads: m, a divisor of H: before the softmax heads are mixed in groups of m; default
             no mixing.
         post_kernel: extents of the convolution after the softmax; default no convolution.
         post_mixed_heads: as ``mixed_heads``, after the softmax.
         key_padding: padding of the keys in both convolutions: ``both``, ``left`` or ``right``.
         group_norm: whether each head's output is normalised.
-        depth_rescale: the layer's number from 0 on, from which the norm takes a factor of its
-            result (:class:`mtagen.nn.parts.HeadNorm`); default no factor.
+        depth_rescale: the layer's index, from 0 on: the norm scales its result by a factor that
+            depends on this index (:class:`mtagen.nn.parts.HeadNorm`). It needs ``group_norm=True``;
+            default no factor.
         gate: ``scalar``: a head's output is multiplied by one sigmoid; ``channel``: each element of
             a head's output has a sigmoid of its own; default no gate.
-        rope_theta: base of the rotary embedding; None for no rotary embedding, in which case
-            positions are not used.
+        rope_theta: base of the rotary embedding, default 100000; None for no rotary embedding, in
+            which case positions are not used.
         frequency_scaling: scaling of the rotary embedding's frequencies, as in Llama 3.1
             (:class:`mtagen.nn.FrequencyScaling`); default none.
-        dropout: probability that a factor of the values is dropped in training.
+        dropout: probability that an attention probability, after all stages, is dropped in training.
         window: ``(left, right)``: number of keys before and after its own position that a query
             sees; -1 is no limit.
-        scores, convolved, logits: what the first convolution, the mixture and the softmax take,
+        scores, convolved, logits: what the first convolution, the mixing and the softmax take,
             expressions in the score s such as ``50 * tanh(s / 50)`` (:mod:`mtagen.expressions`);
             default s.
         visible: which keys a query sees, besides ``causal`` and ``window``, a condition without
@@ -97,8 +99,8 @@ class MultiTokenAttention(nn.Module):
         parameters: the tensors that expressions read and their axes, as in :func:`mtagen.build`,
             of heads and tables only: ``{"slopes": "h", "table": "h,65"}``. The layer holds them as
             ``score_parameters``, zeros at first.
-        sink: whether each row's softmax has one more logit, without a value. The layer holds one of
-            each head as ``sink``, 0 at first.
+        sink: adds a learned logit per head to the softmax's denominator. The layer holds them as
+            ``sink``, 0 at first.
         causal: whether later keys are hidden from a query.
         mask: ``source`` (as in the authors' code) or ``output``, for both convolutions; see
             :class:`mtagen.Spec`.
@@ -281,7 +283,7 @@ class MultiTokenAttention(nn.Module):
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
-        cache: Cache | None = None,
+        cache: Cache | EngineCache | None = None,
         length: int | None = None,
     ) -> Tensor:
         """Attend among the tokens of each sequence or document, or to the tokens in a cache.
@@ -298,7 +300,8 @@ class MultiTokenAttention(nn.Module):
                 (``op.varlen``).
             max_seqlen: tokens of the longest document, or more; default total. Memory may grow with it.
             cache: a cache from :meth:`new_cache`. x are the next tokens of each entry; the call
-                adds their keys, values and last queries to the cache.
+                adds their keys, values and last queries to the cache. Or the cache of an engine,
+                which needs ``positions`` for the rotary embedding.
             length: for a context-parallel layer, number of tokens of the whole sequence, or of all
                 documents; default x's times the number of ranks. ``positions`` belong to x's
                 tokens, by default their places in the whole sequence; ``cu_seqlens`` and
@@ -321,7 +324,7 @@ class MultiTokenAttention(nn.Module):
             longest = total if max_seqlen is None else max_seqlen
             check_boundaries(("cu_seqlens", cu_seqlens), ("max_seqlen", longest), total, x.device)
         if cache is not None:
-            self._check_cache(x, cu_seqlens, cache)
+            self._check_cache(x, positions, cu_seqlens, cache)
         rows = x if cu_seqlens is None else x.reshape(-1, self.dim)
         q, k, v = (project(rows).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
         if q.dtype not in self.op.dtypes:
@@ -335,8 +338,10 @@ class MultiTokenAttention(nn.Module):
             at = at if cu_seqlens is None else at.reshape(-1)
             cos, sin = rotation(at, self.head_dim, self.rope_theta, self.frequency_scaling, q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if cache is not None:
+        if isinstance(cache, Cache):
             out = self._attend_to_cache(q, k, v, cache)
+        elif cache is not None:
+            out = cache.compute(self.op, self._weights(), q, k, v)
         elif self.context_parallel is not None:
             out = self._attend_over_ranks(self.context_parallel, q, k, v, cu_seqlens, max_seqlen, length)
         else:
@@ -348,10 +353,12 @@ class MultiTokenAttention(nn.Module):
         result: Tensor = self.wo(out.reshape(*x.shape[:-1], self.n_local_heads * self.head_dim))
         return result
 
-    def _positions(self, rows: Tensor, cu_seqlens: Tensor | None, cache: Cache | None, length: int | None) -> Tensor:
+    def _positions(
+        self, rows: Tensor, cu_seqlens: Tensor | None, cache: Cache | EngineCache | None, length: int | None
+    ) -> Tensor:
         """Return the default positions of the tokens of a call."""
         count = rows.shape[-2]
-        if cache is not None:
+        if isinstance(cache, Cache):
             return cache.positions(count)
         spread = self.context_parallel
         count = count if spread is None else spread.length(count, length)
@@ -503,13 +510,15 @@ class MultiTokenAttention(nn.Module):
         keys, values = torch.zeros(shape, **made), torch.zeros(shape, **made)
         return Cache(keys, values, queries, lengths, torch.zeros_like(lengths), spare=extra)
 
-    def _check_cache(self, x: Tensor, cu_seqlens: Tensor | None, cache: Cache) -> None:
+    def _check_cache(
+        self, x: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, cache: Cache | EngineCache
+    ) -> None:
         """Check a call with a cache.
 
         Raises:
             InputError: the cache fits neither the layer nor the call.
         """
-        if not isinstance(cache, Cache):
+        if not isinstance(cache, (Cache, EngineCache)):
             raise InputError(explain("cache", type(cache).__name__, "must be a cache", "layer.new_cache(...)"))
         self._check_has_all_tokens()
         if cu_seqlens is not None:
@@ -522,6 +531,11 @@ class MultiTokenAttention(nn.Module):
         if self.training and self.dropout:
             rule = "generation does not apply dropout"
             raise InputError(explain("cache", "a layer in training mode, with dropout", rule, "layer.eval()"))
+        if isinstance(cache, EngineCache):
+            if positions is None and self.rope_theta is not None:
+                rule = "a layer does not know the positions of an engine's tokens"
+                raise InputError(explain("positions", positions, rule, "(B, N) integers"))
+            return
         batch, heads, held, head_dim = cache.queries.shape
         context = held - cache.spare
         mine = (len(x), self.n_local_heads, self.n_local_kv_heads, self.op.plan.spec.context, self.head_dim)

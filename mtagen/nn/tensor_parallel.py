@@ -24,7 +24,7 @@ class HeadParallel(ParallelStyle):
 
     The layer is :class:`mtagen.nn.MultiTokenAttention`. Each of T ranks has H/T heads of queries
     and the Hkv/T heads of keys and values that they see: rows of ``wq``, ``wk`` and ``wv``, columns
-    of ``wo``, and the convolutions, mixtures, sinks and score parameters of its heads. Every rank
+    of ``wo``, and the convolutions, mixings, sinks and score parameters of its heads. Every rank
     has the norm, the gate and score parameters without an axis h, because heads share them; their
     gradients are summed over ranks.
 

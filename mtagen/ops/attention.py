@@ -25,6 +25,7 @@ from ..spec import DType, Spec
 from . import library
 from .checks import check_call, check_decode, check_heads, check_slots, check_varlen
 from .executor import Executor
+from .pages import Pages, as_documents, check_paged, new_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing itself from Python 3.11 on
@@ -49,6 +50,14 @@ class _CallOptions(_Options, total=False):
 class _VarlenOptions(_CallOptions):
     cu_seq_q: Tensor
     cu_seq_k: Tensor
+    max_q: int
+    max_k: int
+
+
+class _PagedOptions(_Options):
+    block_table: Tensor
+    cu_seq_q: Tensor
+    lengths: Tensor
     max_q: int
     max_k: int
 
@@ -440,6 +449,108 @@ class AttentionOp:
             num_splits or 0,
             self._key,
         )
+        return (out, lse) if return_lse else out
+
+    @overload
+    def paged(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_lse: Literal[False] = False,
+        **options: Unpack[_PagedOptions],
+    ) -> Tensor: ...
+    @overload
+    def paged(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[_PagedOptions],
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def paged(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_lse: bool,
+        **options: Unpack[_PagedOptions],
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
+    def paged(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        weight: Tensor | None = None,
+        *,
+        block_table: Tensor,
+        cu_seq_q: Tensor,
+        lengths: Tensor,
+        max_q: int,
+        max_k: int,
+        head_weight: Tensor | None = None,
+        post_weight: Tensor | None = None,
+        post_head_weight: Tensor | None = None,
+        sink: Tensor | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
+        scale: float | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Compute the new queries of several requests, whose keys and values lie in pages.
+
+        A request may have any number of new queries: a chunk of a prompt, or one token, or none.
+        The keys of the requests are copied from their pages, and the kernels for packed documents
+        compute the rest (:meth:`varlen`). :class:`mtagen.serving.Rings` keeps the earlier queries.
+
+        Args:
+            q: ``(total, H, D)``, the requests' rows one request after another: the ``context``
+                queries before its new ones (cq - 1 for each convolution), then the new ones. Rows
+                before a request's start count as zero, whatever they hold.
+            k_pages: ``(pages, size, Hkv, D)``, the new tokens' keys included. Any strides, the last
+                one 1. ``size`` is a power of two, on a GPU 16 or more. What no request owns may be
+                NaN.
+            v_pages: ``(pages, size, Hkv, DV)``.
+            weight, head_weight, post_weight, post_head_weight, sink, scale: as in a call of the op.
+            parameters: as in a call of the op, without axes of tokens. A request counts as a batch
+                entry.
+            block_table: ``(requests, width)`` int32 on q's device: the pages of each request in
+                order. Entries after its last page may hold anything.
+            cu_seq_q: ``(requests + 1,)`` int32, where each request's rows begin, and where the last
+                request ends. Rows after that end are padding.
+            lengths: ``(requests,)`` int32, keys of each request; 0 for no request.
+            max_q: rows of the longest request, or more.
+            max_k: keys of the longest request, or more. On a GPU the copies have room for ``max_k``
+                keys of each request.
+            return_lse: also return the log-sum-exps, ``(H, total - requests * context)`` fp32.
+
+        Returns:
+            ``(total - requests * context, H, DV)`` in q's dtype, the rows of the new queries; not
+            differentiable.
+
+        Raises:
+            InputError: an argument does not fit; nothing was launched.
+            BackendError: the tensors are on a device this op was not built for.
+            PlanError: no backend has kernels of this op for packed documents.
+        """
+        q, k_pages, v_pages = autocast(q, k_pages, v_pages)
+        given = (weight, head_weight, post_weight, post_head_weight)
+        pages = Pages(block_table, cu_seq_q, lengths, max_q, max_k)
+        weights = check_paged(self._spec, self.dtypes, q, k_pages, v_pages, given, pages)
+        q, k, v, documents = as_documents(q, k_pages, v_pages, pages, self._spec.context)
+        weights += check_slots(self._spec, q, k, sink, parameters, len(lengths))
+        scale = resolve_scale(scale, self._spec.head_dim)
+        out, lse = library.run("forward", q, k, v, *weights, scale, self._key, *documents, None, 0.0)
+        if self._spec.context:
+            rows = new_rows(cu_seq_q, len(q), self._spec.context)
+            out, lse = out[rows], lse[:, rows]
         return (out, lse) if return_lse else out
 
 

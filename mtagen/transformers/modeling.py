@@ -16,6 +16,7 @@ from transformers.utils import can_return_tuple
 from ..errors import InputError, SpecError, explain
 from ..nn import MultiTokenAttention
 from ..nn.parts import Gate, HeadMixer, HeadNorm
+from .batching import IMPLEMENTATION, PagedCache, PagedLayer, check_batching, is_paged
 from .cache import CACHE_NAME, MtaCache, MtaCacheLayer, given_cache
 from .configuration import CACHE_NAMES, MtaConfig
 from .padding import Packing, check_position_ids, count_padding, find_documents, given_documents
@@ -37,7 +38,7 @@ class MtaDecoderLayer(GradientCheckpointingLayer):
         hidden_states: Tensor,
         position_ids: Tensor | None = None,
         packing: Packing | None = None,
-        cache: MtaCacheLayer | None = None,
+        cache: MtaCacheLayer | PagedLayer | None = None,
         padding: list[int] | None = None,
     ) -> Tensor:
         """Compute the next hidden states, in the shape of ``hidden_states``, ``(B, N,
@@ -84,6 +85,18 @@ class MtaPreTrainedModel(PreTrainedModel):
             raise SpecError(explain("attn_implementation", attn_implementation, rule, legal))
         adjusted: str = super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
         return adjusted
+
+    def set_attn_implementation(self, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Accept transformers' word for attention from pages, which continuous batching sets, and ``eager``.
+
+        Raises:
+            SpecError: another implementation, as when the model is made.
+        """
+        implementations = {"paged|eager": IMPLEMENTATION, "eager": "eager"}
+        if isinstance(attn_implementation, str) and attn_implementation in implementations:
+            self.config._attn_implementation_internal = implementations[attn_implementation]
+        else:
+            super().set_attn_implementation(attn_implementation, *args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -202,6 +215,13 @@ class MtaModel(MtaPreTrainedModel):
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         (batch, count), device = hidden_states.shape[:2], hidden_states.device
         check_position_ids(position_ids, (batch, count))
+        if is_paged(cache):
+            boundaries = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+            longest = {"max_length_q": max_length_q, "max_length_k": max_length_k}
+            paged = PagedCache(cache, count, {**boundaries, **longest, **kwargs})
+            for i, layer in enumerate(self.layers):
+                hidden_states = layer(hidden_states, position_ids=position_ids, cache=paged.layer(i))
+            return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states))
 
         packing, padding = None, None
         cache = given_cache(cache, past_key_values)
@@ -324,6 +344,21 @@ class MtaForCausalLM(MtaPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
         )
+
+    def init_continuous_batching(
+        self, generation_config: GenerationConfig | None = None, continuous_batching_config: Any = None, **kwargs: Any
+    ) -> Any:
+        """Make transformers' manager of continuous batching; ``generate_batch`` calls it.
+
+        Args:
+            generation_config, continuous_batching_config, **kwargs: as in transformers.
+
+        Raises:
+            InputError: the configuration moves requests to the CPU.
+        """
+        check_batching(continuous_batching_config)
+        options = {"generation_config": generation_config, "continuous_batching_config": continuous_batching_config}
+        return super().init_continuous_batching(**options, **kwargs)
 
     def _prepare_cache_for_generation(
         self,

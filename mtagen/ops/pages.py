@@ -1,0 +1,155 @@
+"""Calls on keys and values that lie in pages, turned into calls on packed documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..arguments import check_dense
+from ..call import Documents
+from ..errors import InputError, explain
+from ..spec import Spec
+from .checks import check_boundaries, check_packed
+
+SMALLEST_PAGE = 16  # tokens, on a GPU
+
+
+class Pages(NamedTuple):
+    """Where the requests of a call lie.
+
+    Attributes:
+        block_table: (requests, width) int32, the pages of each request in order.
+        cu_seq_q: (requests + 1,) int32, where the rows of each request begin among the queries.
+        lengths: (requests,) int32, keys of each request.
+        max_q: rows of the longest request, or more.
+        max_k: keys of the longest request, or more.
+    """
+
+    block_table: Tensor
+    cu_seq_q: Tensor
+    lengths: Tensor
+    max_q: int
+    max_k: int
+
+
+def check_paged(
+    spec: Spec,
+    dtypes: tuple[torch.dtype, ...],
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    weights: Sequence[Tensor | None],
+    pages: Pages,
+) -> list[Tensor | None]:
+    """Check a call on pages: q (total, H, D), k_pages (pages, size, Hkv, D), v_pages (pages, size, Hkv, DV).
+
+    Returns:
+        The weights as :func:`.checks.check_call` returns them.
+
+    Raises:
+        InputError: some argument does not fit. The values of tables and lengths are checked on the
+            CPU only.
+    """
+    if spec.right != 0:
+        rule = "a request's queries would see keys that later steps write"
+        raise InputError(explain("causal", False, rule, "an op whose queries see no later keys"))
+    if tokens := [name for name, axes in spec.parameters if {"i", "j"} & {*axes.split(",")}]:
+        rule = "has an axis of tokens, and parameters do not lie in pages"
+        raise InputError(
+            explain(f"parameters[{tokens[0]!r}]", dict(spec.parameters)[tokens[0]], rule, "b, h and numbers")
+        )
+    named = (("k_pages", k_pages), ("v_pages", v_pages))
+    check_dense(named)
+    for name, x in named:
+        if x.ndim != 4:
+            raise InputError(explain(f"{name}.shape", tuple(x.shape), "must have four axes", "(pages, size, Hkv, D)"))
+    if k_pages.shape[:2] != v_pages.shape[:2]:
+        got = tuple(k_pages.shape[:2]), tuple(v_pages.shape[:2])
+        raise InputError(explain("k_pages, v_pages", got, "must have the same pages", "two equal (pages, size)"))
+    size = k_pages.shape[1]
+    least = 1 if q.device.type == "cpu" else SMALLEST_PAGE
+    if size < least or size & (size - 1):
+        legal = ", ".join(str(least * 2**i) for i in range(3))
+        raise InputError(explain("page size", size, f"must be a power of two, at least {least}", f"{legal}, ..."))
+    checked = check_packed(spec, dtypes, q, k_pages[:, 0], v_pages[:, 0], weights)
+    _check_requests(pages, size, len(k_pages), q, spec.context)
+    given = [q, k_pages, v_pages, *(weight for weight in checked if weight is not None)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        rule = "calls on pages compute no gradients"
+        raise InputError(explain("gradients", "enabled", rule, "torch.inference_mode(), torch.no_grad(), or op.varlen"))
+    return checked
+
+
+def _check_requests(pages: Pages, size: int, count: int, q: Tensor, context: int) -> None:
+    """Check the table, boundaries and lengths of a call whose ``count`` pages have ``size`` tokens each."""
+    table, cu_seq_q, lengths, max_q, max_k = pages
+    check_boundaries(("cu_seq_q", cu_seq_q), ("max_q", max_q), len(q), q.device)
+    requests = len(cu_seq_q) - 1
+    check_dense((("block_table", table), ("lengths", lengths)))
+    for name, x, shape in (("block_table", table, (requests, "width")), ("lengths", lengths, (requests,))):
+        fits = x.ndim == len(shape) and len(x) == requests
+        if not (fits and x.dtype == torch.int32 and x.device == q.device):
+            got, legal = (tuple(x.shape), x.dtype, x.device), f"shape {shape}, torch.int32, {q.device}"
+            raise InputError(explain(name, got, "must have an entry for each request, on q's device", legal))
+    room = table.shape[1] * size
+    if isinstance(max_k, bool) or not isinstance(max_k, (int, torch.SymInt)) or not 0 <= max_k <= room:
+        rule = f"must be the keys of the longest request; {table.shape[1]} pages of {size} tokens hold {room}"
+        raise InputError(explain("max_k", max_k, rule, f"0..{room}"))
+    if len(q) < requests * context:
+        rule = f"must hold {context} earlier queries for each of {requests} requests"
+        raise InputError(explain("rows of q", len(q), rule, f"{requests * context} or more"))
+    if not (q.is_cpu and type(q) is Tensor and not torch.compiler.is_compiling()):
+        return
+    for request, (rows, keys) in enumerate(zip(cu_seq_q.diff().tolist(), lengths.tolist(), strict=True)):
+        if not 0 <= keys <= max_k:
+            raise InputError(explain(f"lengths[{request}]", keys, "must be a number of keys", f"0..{max_k}"))
+        if not context <= rows <= context + keys:
+            rule = f"a request has {context} earlier queries, then its new ones, of which each has a key"
+            raise InputError(explain(f"rows of request {request}", rows, rule, f"{context}..{context + keys}"))
+        used = table[request, : -(-keys // size)].tolist()
+        if wrong := [page for page in used if not 0 <= page < count]:
+            raise InputError(explain(f"block_table[{request}]", wrong[0], "must be a page", f"0..{count - 1}"))
+
+
+def as_documents(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Pages, context: int
+) -> tuple[Tensor, Tensor, Tensor, Documents]:
+    """Return q, and keys and values copied from their pages, as packed documents.
+
+    Earlier queries before a request's start become zeros. On a GPU the copies have room for ``max_k``
+    keys of each request, so that their shape does not depend on lengths, and a CUDA graph can be
+    replayed with others.
+    """
+    table, cu_seq_q, lengths, max_q, max_k = pages
+    size, requests = k_pages.shape[1], len(lengths)
+    ends = lengths.cumsum(0, dtype=torch.int32)
+    cu_seq_k = torch.cat([ends.new_zeros(1), ends])
+    total = int(ends[-1:].sum()) if q.is_cpu else requests * max_k
+    rows = torch.arange(total, device=q.device, dtype=torch.int32)
+    request = _owner(ends, rows)
+    place = torch.where(rows < cu_seq_k[-1], rows - cu_seq_k[request], 0)
+    page = torch.where(rows < cu_seq_k[-1], table[request, place // size], 0)  # rows behind the last are padding
+    k, v = (x[page, place % size] for x in (k_pages, v_pages))
+    if context and requests:
+        row = torch.arange(len(q), device=q.device, dtype=torch.int32)
+        owner = _owner(cu_seq_q[1:], row)
+        before = lengths[owner] < cu_seq_q[1:][owner] - row
+        q = q.masked_fill(before[:, None, None], 0)
+    return q, k, v, Documents(cu_seq_q, cu_seq_k, max_q, max_k)
+
+
+def new_rows(cu_seq_q: Tensor, total: int, context: int) -> Tensor:
+    """Return the rows of the new queries among ``total`` rows; a request's first ``context`` rows are earlier ones."""
+    requests = len(cu_seq_q) - 1
+    numbers = torch.arange(requests + 1, device=cu_seq_q.device, dtype=torch.int32)
+    ends = (cu_seq_q - numbers * context)[1:]
+    rows = torch.arange(total - requests * context, device=cu_seq_q.device, dtype=torch.int32)
+    return rows + (_owner(ends, rows) + 1) * context
+
+
+def _owner(ends: Tensor, rows: Tensor) -> Tensor:
+    """Return the number of the request that has a row, by the ends of their rows; later rows count as the last's."""
+    return torch.searchsorted(ends.contiguous(), rows, right=True, out_int32=True).clamp(max=len(ends) - 1)

@@ -1,0 +1,198 @@
+"""Serving: where the earlier queries of requests lie, whose keys and values an engine keeps in pages.
+
+A convolved score needs scores of earlier queries: cq - 1 for each convolution, an op's ``context``.
+An engine such as vLLM has no place for them. So each page gets a *ring* of a few slots: the query
+of the token at place o of a page goes to slot o mod slots. A full page then holds the last queries
+of its tokens, whichever request filled it, so requests can share pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import InputError, explain
+from .ops.attention import AttentionOp
+from .spec import as_int
+
+__all__ = ["Rings", "Step"]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The requests of one step of an engine, and where their queries lie in rings.
+
+    All layers of a model share a step. It is made on the device without waiting for it, and its
+    tensors have shapes that follow from ``total`` and the number of requests.
+
+    Attributes:
+        cu_seq_q: ``(requests + 1,)`` int32, where the rows of each request begin among those that
+            :meth:`mtagen.AttentionOp.paged` takes: earlier queries, then new ones.
+        lengths: ``(requests,)`` int32, tokens of each request, the new ones included.
+        rows: ``(total,)``, the row of each new query.
+        earlier: ``(requests, context)``, the rows of the earlier queries.
+        exists: ``(requests, context)``, whether the request has so many tokens.
+        is_open: ``(requests, context)``, whether the earlier query lies in the page that the
+            request's new tokens go on filling.
+        page, slot: ``(requests, context)``, where the earlier queries lie.
+        new_page, new_slot: ``(total,)``, where the new queries go. Those that later tokens of the
+            step overwrite go to the rings' last page, which nobody reads.
+    """
+
+    cu_seq_q: Tensor
+    lengths: Tensor
+    rows: Tensor
+    earlier: Tensor
+    exists: Tensor
+    is_open: Tensor
+    page: Tensor
+    slot: Tensor
+    new_page: Tensor
+    new_slot: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        rings: Rings,
+        cu_seq_q: Tensor,
+        lengths: Tensor,
+        total: int,
+        page_of: Callable[[Tensor, Tensor], Tensor],
+    ) -> Step:
+        """Return the step of some requests.
+
+        Args:
+            rings: the rings of any layer.
+            cu_seq_q: ``(requests + 1,)`` int32, where the new tokens of each request begin, and
+                where the last request ends. Tokens after that end are padding.
+            lengths: ``(requests,)`` int32, tokens of each request, the new ones included.
+            total: new tokens of all requests, padding included.
+            page_of: the pages of some tokens, as a function of the numbers of their requests and
+                of their positions, two tensors of one shape. Positions exist in the request, or are 0.
+        """
+        requests, context, size = len(lengths), rings.context, rings.size
+        unread, device = len(rings.queries) - 1, lengths.device
+        ends = cu_seq_q[1:].contiguous()
+        past = lengths - cu_seq_q.diff()
+        token = torch.arange(total, device=device, dtype=torch.int32)
+        owner = torch.searchsorted(ends, token, right=True, out_int32=True)
+        is_real = owner < requests
+        owner = owner.clamp(max=max(requests - 1, 0))
+        position = torch.where(is_real, past[owner] + token - cu_seq_q[owner], 0)
+        full = torch.minimum(
+            lengths[owner], (position // size + 1) * size
+        )  # tokens of the step fill the page up to here
+        stays = is_real & (full - position <= rings.slots)
+        number = torch.arange(requests, device=device, dtype=torch.int32)[:, None]
+        back = torch.arange(context, device=device, dtype=torch.int32)
+        before = past[:, None] - context + back
+        place = before.clamp(min=0)
+        return cls(
+            cu_seq_q=cu_seq_q + torch.arange(requests + 1, device=device, dtype=torch.int32) * context,
+            lengths=lengths,
+            rows=token + (owner + 1) * context,
+            earlier=cu_seq_q[:-1, None] + number * context + back,
+            exists=before >= 0,
+            is_open=before // size == past[:, None] // size,
+            page=torch.where(before >= 0, page_of(number.expand_as(place), place), unread),
+            slot=place % size % rings.slots if context else place,
+            new_page=torch.where(stays, page_of(owner, position), unread),
+            new_slot=position % size % rings.slots if context else position,
+        )
+
+    @classmethod
+    def of_tables(cls, rings: Rings, cu_seq_q: Tensor, lengths: Tensor, total: int, block_table: Tensor) -> Step:
+        """Return the step of requests whose pages a table lists.
+
+        Args:
+            block_table: ``(requests, width)`` int32, as :meth:`mtagen.AttentionOp.paged` takes it.
+            rings, cu_seq_q, lengths, total: as in :meth:`of`.
+        """
+        return cls.of(rings, cu_seq_q, lengths, total, lambda request, at: block_table[request, at // rings.size])
+
+
+@dataclass(eq=False)
+class Rings:
+    """The last queries of each page, for one layer.
+
+    Attributes:
+        queries: ``(pages + 1, slots, H, D)``; the last page takes what nobody reads.
+        size: tokens of a page.
+        context: how many earlier queries a new one depends on.
+    """
+
+    queries: Tensor
+    size: int
+    context: int
+
+    @classmethod
+    def for_op(
+        cls,
+        op: AttentionOp,
+        heads: int,
+        pages: int,
+        size: int,
+        *,
+        spare: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Rings:
+        """Make empty rings.
+
+        Args:
+            op: the layer's op.
+            heads: H, heads of queries.
+            pages: number of pages.
+            size: tokens of a page.
+            spare: how many of a request's last tokens may be taken back, as speculative decoding does.
+            device, dtype: of the queries; default PyTorch's.
+
+        Raises:
+            InputError: a number is not positive, or ``spare`` is negative.
+        """
+        for name, given, least in (("heads", heads, 1), ("pages", pages, 1), ("size", size, 1), ("spare", spare, 0)):
+            count = as_int(given)
+            if count is None or count < least:
+                raise InputError(
+                    explain(name, given, f"must be an int, at least {least}", f"{least}, {least + 1}, ...")
+                )
+        spec = op.plan.spec
+        slots = spec.context + spare if spec.context else 0
+        return cls(torch.zeros(pages + 1, slots, heads, spec.head_dim, device=device, dtype=dtype), size, spec.context)
+
+    @property
+    def slots(self) -> int:
+        """Queries that a page holds."""
+        return self.queries.shape[1]
+
+    def append(self, q: Tensor, step: Step) -> Tensor:
+        """Store the new queries of a step, and return them with the earlier ones that they depend on.
+
+        Earlier queries in a page that the request goes on filling are read before the new ones are
+        stored, which take their slots. Those in full pages are read afterwards, because another
+        request of the same step may have filled a shared page.
+
+        Args:
+            q: ``(total, H, D)``, the new queries.
+            step: the requests.
+
+        Returns:
+            ``(total + requests * context, H, D)``, what :meth:`mtagen.AttentionOp.paged` takes.
+        """
+        if not self.context:
+            return q
+        open_pages = self.queries[step.page, step.slot]
+        self.queries[step.new_page, step.new_slot] = q
+        earlier = torch.where(step.is_open[..., None, None], open_pages, self.queries[step.page, step.slot])
+        earlier = earlier.masked_fill(~step.exists[..., None, None], 0)
+        rows = q.new_empty(len(q) + step.earlier.numel(), *q.shape[1:])
+        rows[step.rows] = q
+        rows[step.earlier.flatten()] = earlier.flatten(0, 1)
+        return rows
+
+    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy the rings of some pages to others, as an engine does when it copies their keys."""
+        self.queries[targets] = self.queries[sources]

@@ -1,0 +1,115 @@
+"""Requests whose keys and values lie in pages, in random order, among pages and slots that hold NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import mtagen
+from mtagen.ops.attention import AttentionOp
+from mtagen.spec import Spec
+
+Requests = Sequence[tuple[int, int]]  # new queries and keys of each
+UNUSED = 10**6  # an entry of a table that is no page
+
+
+class Paged(NamedTuple):
+    """A call on pages.
+
+    Attributes:
+        arguments: what :meth:`AttentionOp.paged` takes.
+        sequences: q, k and v (N, heads, D) of each request.
+        weights: the weights of the op's stages.
+    """
+
+    arguments: dict[str, Any]
+    sequences: list[tuple[Tensor, Tensor, Tensor]]
+    weights: dict[str, Tensor]
+
+
+def draw(
+    spec: Spec,
+    requests: Requests,
+    size: int,
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    spare_pages: int = 3,
+) -> Paged:
+    """Draw requests. Numbers follow from ``seed``, and the order of pages is random."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    widths = ((heads, spec.head_dim), (kv_heads, spec.head_dim), (kv_heads, spec.value_head_dim))
+    sequences = [tuple(normal(keys, *width) for width in widths) for _, keys in requests]
+    weights = {name: normal(*shape) / 4 for name, shape in spec.weights(heads).items()}
+    weights = {name: x.to(device, dtype if dtype == torch.float64 else torch.float32) for name, x in weights.items()}
+    used = [-(-keys // size) for _, keys in requests]
+    order = torch.randperm(sum(used) + spare_pages, generator=generator)[: sum(used)].split(used)
+    table = torch.full((len(requests), max(used) + 1), UNUSED, dtype=torch.int32)
+    pages = [torch.full((sum(used) + spare_pages, size, *width), torch.nan, dtype=dtype) for width in widths[1:]]
+    rows = []
+    for number, ((new, keys), (q, *stored), mine) in enumerate(zip(requests, sequences, order, strict=True)):
+        table[number, : len(mine)] = mine
+        place = torch.arange(keys)
+        for held, x in zip(pages, stored, strict=True):
+            held[mine[place // size], place % size] = x.to(dtype)
+        before = torch.full((spec.context, *q.shape[1:]), torch.nan, dtype=torch.float64)
+        rows.append(torch.cat([before, q])[keys - new :])
+    counts = [spec.context + new for new, _ in requests]
+    arguments: dict[str, Any] = {
+        "q": torch.cat(rows).to(dtype),
+        "k_pages": pages[0],
+        "v_pages": pages[1],
+        "block_table": table,
+        "cu_seq_q": torch.tensor([0, *counts]).cumsum(0).to(torch.int32),
+        "lengths": torch.tensor([keys for _, keys in requests], dtype=torch.int32),
+    }
+    arguments = {name: x.to(device) for name, x in arguments.items()}
+    arguments |= {"max_q": max(counts), "max_k": max(keys for _, keys in requests)}
+    return Paged(arguments | weights, sequences, weights)
+
+
+def expected(spec: Spec, requests: Requests, given: Paged) -> Tensor:
+    """Return the outputs of the new queries by the reference in float64, one request after another."""
+    options = spec.to_dict()
+    stages = {name: options[name] for name in ("window", "causal", "key_padding", "mask", "logits")}
+    outs = []
+    for (new, keys), tensors in zip(requests, given.sequences, strict=True):
+        if not new:
+            continue
+        q, k, v = (x.transpose(0, 1)[None].to(given.arguments["q"].dtype).double() for x in tensors)
+        weights = {name: x.cpu().double() for name, x in given.weights.items()}
+        out = mtagen.reference(q, k, v, **weights, **stages)
+        outs.append(out[0, :, keys - new :].transpose(0, 1))
+    return torch.cat(outs)
+
+
+def as_varlen(op: AttentionOp, given: Paged) -> Tensor:
+    """Return the same outputs by ``varlen``, of keys and values one after another."""
+    arguments, context = given.arguments, op.plan.spec.context
+    dtype, device = arguments["q"].dtype, arguments["q"].device
+    k, v = (torch.cat([x[i] for x in given.sequences]).to(device, dtype) for i in (1, 2))
+    lengths = arguments["lengths"].cumsum(0, dtype=torch.int32)
+    cu_seq_q = arguments["cu_seq_q"]
+    counts = cu_seq_q.diff().tolist()
+    q = arguments["q"].nan_to_num(nan=0.0)
+    out = op.varlen(
+        q,
+        k,
+        v,
+        **given.weights,
+        cu_seq_q=cu_seq_q,
+        cu_seq_k=torch.cat([lengths.new_zeros(1), lengths]),
+        max_q=arguments["max_q"],
+        max_k=arguments["max_k"],
+    )
+    return torch.cat([rows[context:] for rows in out.split(counts)])

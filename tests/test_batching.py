@@ -1,0 +1,158 @@
+"""transformers' continuous batching gives the tokens that ``generate`` gives, and needs the earlier queries for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import mtagen
+from mtagen.serving import Rings, Step
+
+transformers = pytest.importorskip("transformers")
+batching = pytest.importorskip("transformers.generation.continuous_batching")
+
+from mtagen.transformers import MtaConfig, MtaForCausalLM  # noqa: E402
+from mtagen.transformers.batching import PagedCache  # noqa: E402
+
+NEW = 12  # tokens
+EVERYTHING: dict[str, Any] = {
+    "kernel": (6, 11),
+    "post_kernel": (4, 5),
+    "mixed_heads": 2,
+    "post_mixed_heads": 4,
+    "group_norm": True,
+    "gate": "scalar",
+}
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 97, (count,), generator=generator).tolist()
+
+
+SHARED = tokens(33, 0)
+PROMPTS = [tokens(count, count) for count in (5, 19, 33, 7, 40, 1, 3)] + [SHARED + tokens(n, n) for n in (2, 9, 17)]
+
+
+def made(**options: Any) -> MtaForCausalLM:
+    """Return a model whose tokens depend on all stages."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    model = MtaForCausalLM(MtaConfig(**sizes, **heads, **EVERYTHING | options)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("mta_kernel", "wpsm", "wposm", "head_kernel")):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            elif parameter.ndim > 1:
+                parameter.mul_(6)
+    return model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model() -> MtaForCausalLM:
+    return made()
+
+
+def options(**changes: Any) -> Any:
+    """Return options of greedy search, unless ``changes`` say otherwise."""
+    fixed = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": 96, "pad_token_id": 0}
+    return transformers.GenerationConfig(**fixed | changes)
+
+
+def batched(
+    model: MtaForCausalLM, page: int, most: int, prompts: list[list[int]] = PROMPTS, **changes: Any
+) -> list[Any]:
+    config = transformers.generation.configuration_utils.ContinuousBatchingConfig(
+        page_size=page, num_blocks=160, max_batch_tokens=most, use_cuda_graph=False
+    )
+    return [*model.generate_batch(prompts, options(**changes), config).values()]
+
+
+def alone(model: MtaForCausalLM, prompt: list[int]) -> list[int]:
+    with torch.no_grad():
+        return model.generate(torch.tensor([prompt]), generation_config=options())[0, len(prompt) :].tolist()
+
+
+def equal(model: MtaForCausalLM, outputs: list[Any]) -> int:
+    """Return how many requests got the tokens of ``generate``."""
+    return sum(alone(model, output.prompt_ids) == output.generated_tokens for output in outputs)
+
+
+@pytest.mark.parametrize(("page", "most"), [(8, 16), (16, 24), (32, 200)])
+def test_tokens_equal_generate(model: MtaForCausalLM, page: int, most: int) -> None:
+    outputs = batched(model, page, most)
+    assert len(outputs) == len(PROMPTS)
+    assert equal(model, outputs) == len(PROMPTS)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_without_earlier_queries_tokens_differ(model: MtaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    append = Rings.append
+
+    def forgetful(rings: Rings, q: torch.Tensor, step: Step) -> torch.Tensor:
+        return append(rings, q, step).index_fill(0, step.earlier.flatten(), 0)
+
+    monkeypatch.setattr(Rings, "append", forgetful)
+    assert equal(model, batched(model, 8, 16)) < len(PROMPTS)
+
+
+def test_prompts_share_pages(model: MtaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    begin = PagedCache.__init__
+
+    def counting(cache: PagedCache, held: Any, count: int, arguments: Any) -> None:
+        counts.append(count)
+        begin(cache, held, count, arguments)
+
+    monkeypatch.setattr(PagedCache, "__init__", counting)
+    prompts = [SHARED + tokens(1, 5), *([SHARED + tokens(n, n) for n in (2, 9, 17)])]
+    outputs = batched(model, 8, 40, prompts)  # the first request fills most of a step
+    assert equal(model, outputs) == len(prompts)
+    whole = sum(len(output.prompt_ids) + len(output.generated_tokens) - 1 for output in outputs)
+    assert sum(counts) < whole
+
+
+SAMPLES = {"num_return_sequences": 3, "do_sample": True, "top_k": 1}  # which are all the likeliest tokens
+
+
+def test_several_samples_of_a_prompt(model: MtaForCausalLM) -> None:
+    outputs = batched(model, 8, 64, PROMPTS[:3], **SAMPLES)
+    assert len(outputs) == 9
+    assert equal(model, outputs) == 9
+
+
+def test_without_copied_rings_samples_differ(model: MtaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rings, "copy_pages", lambda *_: None)
+    assert equal(model, batched(model, 8, 64, PROMPTS[:3], **SAMPLES)) < 9
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kernel": None, "post_kernel": None, "mixed_heads": None, "post_mixed_heads": None},
+        {"layer_overrides": {1: {"kernel": None, "mixed_heads": None}, 2: {"post_kernel": (6, 3)}}},
+        {"window": (9, 0)},
+    ],
+    ids=["plain", "layers with other stages", "window"],
+)
+def test_other_models(changes: dict[str, Any]) -> None:
+    model = made(**changes)
+    assert equal(model, batched(model, 8, 24, PROMPTS[:5])) == 5
+
+
+def test_requests_are_not_moved_to_the_cpu(model: MtaForCausalLM) -> None:
+    config = transformers.generation.configuration_utils.ContinuousBatchingConfig(cpu_offload_space=1.0)
+    with pytest.raises(mtagen.InputError, match="would lose their earlier queries"):
+        model.generate_batch(PROMPTS, options(), config)
