@@ -31,12 +31,12 @@ Symbols
     sequence            number of a program's sequence in its batch entry: 0; it begins there at first_q and first_k: 0
     i0, j0              first row and first key of a tile of BLOCK_M x BLOCK_N scores
     x                   a vector of the lifted operand, or of any gradient; there are n_x vectors
-    t, s                term, one of the 1 dot products; tap, one of 1 weights in a term
+    t, s                t: one of a lifted score's 1 dot products; s: one of its 1 weights
     interior, edge      tiles: interior if no score is hidden or past the keys, else edge
     p, dp, g            a tile's attention probabilities, their gradient, and the gradient of C
     strip               a chunk of rows, strip_begin <= i < strip_end, whose g is in the workspace at once
     row_begin, row_end  the rows of g that a launch sums over, or the rows of a gradient that it computes
-    grad                fp32 gradient of an operand: for each term of the lifted operand, else summed over terms
+    grad                fp32 gradient of an operand: for each t of the lifted operand, else summed over t
     partial             each block's part of the gradient of W
     pair                a head of a group with a new query; a program has PAIRS pairs, which share their keys
     tap                 v, a column of W; a pair's product has a row for each tap, padded to TAPS
@@ -208,7 +208,7 @@ def mta_lift_fwd_cq1_ck1_d64_bf16_causal_sm90a(
     k holds the lifted keys of the launch's heads, which include scale * log2(e).
     """
     # Programs run a section of HEADS heads at a time, so that the keys and values of these heads stay in the L2 cache.
-    # In each section of heads the last rows start first: they see the most keys, and short programs finish evenly.
+    # In each section of heads the last rows start first: they see the most keys, and short programs fill the end.
     n_blocks = _blocks(n_q, BLOCK_M)
     section = tl.program_id(0) // (HEADS * n_blocks)
     heads = tl.minimum(HEADS, tl.num_programs(0) // n_blocks - section * HEADS)
@@ -250,7 +250,7 @@ def mta_lift_fwd_cq1_ck1_d64_bf16_causal_sm90a(
         v = v_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, DV)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
 
-    # Edge tiles: each score is checked. They are too few for pipelined loads to pay.
+    # Edge tiles: each score is checked. They are few, so the loop over tiles is not pipelined.
     for j0 in tl.range(interior_end, end, BLOCK_N, num_stages=1):
         cols = j0 + tl.arange(0, BLOCK_N)
         key_term = k_desc.load([slot * 1 + 0, j0, 0]).reshape(BLOCK_N, D)
@@ -355,7 +355,7 @@ def mta_lift_bwd_scores_cq1_ck1_d64_bf16_causal_sm90a(
     begin = tl.maximum(begin, row_begin)
     interior_begin = tl.minimum(tl.maximum(interior_begin, begin), row_end)
 
-    # Edge tiles: each score is checked. They are too few for pipelined loads to pay.
+    # Edge tiles: each score is checked. They are few, so the loop over tiles is not pipelined.
     for i0 in tl.range(begin, interior_begin, BLOCK_M, num_stages=1):
         rows = i0 + tl.arange(0, BLOCK_M)
         row_term = q_desc.load([b, h, i0, 0]).reshape(BLOCK_M, D)
@@ -437,7 +437,7 @@ def mta_lift_bwd_dk_lifted_cq1_ck1_d64_bf16_causal_sm90a(
     b = (head0 + slot) // n_heads
     h = (head0 + slot) % n_heads
 
-    # Edge tiles: each score is checked. They are too few for pipelined loads to pay.
+    # Edge tiles: each score is checked. They are few, so the loop over tiles is not pipelined.
     first_step, end_step = tl.cdiv(begin, BLOCK_M) * LOOP_TERMS, tl.cdiv(interior_begin, BLOCK_M) * LOOP_TERMS
     for step in tl.range(first_step, end_step, num_stages=1):
         i0 = step // LOOP_TERMS * BLOCK_M
@@ -515,7 +515,7 @@ def mta_lift_bwd_dq_shifted_cq1_ck1_d64_bf16_causal_sm90a(
         key_term = k_desc.load([slot * 1 + t, j0, 0]).reshape(BLOCK_N, D)
         acc = tl.dot(g, key_term, acc)
 
-    # Edge tiles: each score is checked. They are too few for pipelined loads to pay.
+    # Edge tiles: each score is checked. They are few, so the loop over tiles is not pipelined.
     first_step, end_step = tl.cdiv(interior_end, BLOCK_N) * LOOP_TERMS, tl.cdiv(end, BLOCK_N) * LOOP_TERMS
     for step in tl.range(first_step, end_step, num_stages=1):
         j0 = step // LOOP_TERMS * BLOCK_N

@@ -14,9 +14,8 @@ Forward and backward put the convolution into the keys, which are then "lifted".
     K_t[j]  = scale * sum_(s < 11) W[t, s] * k[j + s - 5]
     C[i, j] = sum_(t < 6) q[i + t - 5] . K_t[j]
 
-Next to the last key that a row sees, on the band, the filter reaches past the mask's edge: a lifted score would
-include hidden keys.
-There C is summed again, from visible terms only: C[i, j] = band[i + off - j, i].
+The band is the 10 diagonals from the last key that a row sees on. There the filter covers hidden
+keys, so C is computed from visible scores only: C[i, j] = band[i + off - j, i].
 
 Decode puts the convolution into the few new queries, without hidden terms:
 
@@ -35,10 +34,10 @@ Symbols
     sequence            number of a program's sequence in its batch entry: 0; it begins there at first_q and first_k: 0
     i0, j0              first row and first key of a tile of BLOCK_M x BLOCK_N scores
     x                   a vector of the lifted operand, or of any gradient; there are n_x vectors
-    t, s                term, one of the 6 dot products; tap, one of 11 weights in a term
+    t, s                t: one of a lifted score's 6 dot products; s: one of its 11 weights
     interior, edge      tiles: interior if no score is hidden or on a band, else edge
     delta               diagonal of a score, counted inwards from an edge of the mask: the last key seen is on 0
-    terms, f            unscaled scores q . k on a row's diagonals, numbered by f; scores on the band are sums of them
+    terms, f            terms are unscaled scores q . k on a row's diagonals f, which scores on the band sum
     band                the 10 diagonals delta, BAND of them, from the last key that a row sees on;
                         the filters of these scores read terms, scores on 15 diagonals, REACH of them,
                         from 0 on
@@ -46,7 +45,7 @@ Symbols
     strip               a chunk of rows, strip_begin <= i < strip_end, whose g is in the workspace at once
     carried rows        the last 5 rows of the previous chunk; in the workspace before the chunk
     row_begin, row_end  the rows of g that a launch sums over, or the rows of a gradient that it computes
-    grad                fp32 gradient of an operand: for each term of the lifted operand, else summed over terms
+    grad                fp32 gradient of an operand: for each t of the lifted operand, else summed over t
     partial             each block's part of the gradient of W
     pair                a head of a group with a new query; a program has PAIRS pairs, which share their keys
     tap                 v, a column of W; a pair's product has a row for each tap, padded to TAPS
@@ -92,7 +91,7 @@ def _visible_of(n_k, position, key):
 
 @triton.jit
 def _exists(key, n_k):
-    """Whether a key that some query sees is one of the n_k keys."""
+    """Always true: under this mask every visible key exists."""
     return True
 
 
@@ -312,7 +311,7 @@ def mta_lift_fwd_cq6_ck11_d128_bf16_causal_sm90a(
     k holds the lifted keys of the launch's heads, which include scale * log2(e).
     """
     # Programs run a section of HEADS heads at a time, so that the keys and values of these heads stay in the L2 cache.
-    # In each section of heads the last rows start first: they see the most keys, and short programs finish evenly.
+    # In each section of heads the last rows start first: they see the most keys, and short programs fill the end.
     n_blocks = _blocks(n_q, BLOCK_M)
     section = tl.program_id(0) // (HEADS * n_blocks)
     heads = tl.minimum(HEADS, tl.num_programs(0) // n_blocks - section * HEADS)
@@ -357,7 +356,7 @@ def mta_lift_fwd_cq6_ck11_d128_bf16_causal_sm90a(
         v = v_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, DV)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
 
-    # Edge tiles: each score is checked. They are too few for pipelined loads to pay.
+    # Edge tiles: each score is checked. They are few, so the loop over tiles is not pipelined.
     for j0 in tl.range(interior_end, end, BLOCK_N, num_stages=1):
         cols = j0 + tl.arange(0, BLOCK_N)
         # Loads of the next terms overlap products, as in the inner loop of a GEMM.
@@ -472,7 +471,7 @@ def mta_lift_bwd_scores_cq6_ck11_d128_bf16_causal_sm90a(
     begin = tl.maximum(begin, row_begin)
     interior_begin = tl.minimum(tl.maximum(interior_begin, begin), row_end)
 
-    # Edge tiles: each score is checked. They are too few for pipelined loads to pay.
+    # Edge tiles: each score is checked. They are few, so the loop over tiles is not pipelined.
     for i0 in tl.range(begin, interior_begin, BLOCK_M, num_stages=1):
         rows = i0 + tl.arange(0, BLOCK_M)
         # Loads of the next terms overlap products, as in the inner loop of a GEMM.
@@ -568,7 +567,7 @@ def mta_lift_bwd_dk_lifted_cq6_ck11_d128_bf16_causal_sm90a(
     b = (head0 + slot) // n_heads
     h = (head0 + slot) % n_heads
 
-    # Edge tiles: each score is checked. They are too few for pipelined loads to pay.
+    # Edge tiles: each score is checked. They are few, so the loop over tiles is not pipelined.
     first_step, end_step = tl.cdiv(begin, BLOCK_M) * LOOP_TERMS, tl.cdiv(interior_begin, BLOCK_M) * LOOP_TERMS
     for step in tl.range(first_step, end_step, num_stages=1):
         i0 = step // LOOP_TERMS * BLOCK_M
@@ -646,7 +645,7 @@ def mta_lift_bwd_dq_shifted_cq6_ck11_d128_bf16_causal_sm90a(
         key_term = k_desc.load([slot * 6 + t, j0, 0]).reshape(BLOCK_N, D)
         acc = tl.dot(g, key_term, acc)
 
-    # Edge tiles: each score is checked. They are too few for pipelined loads to pay.
+    # Edge tiles: each score is checked. They are few, so the loop over tiles is not pipelined.
     first_step, end_step = tl.cdiv(interior_end, BLOCK_N) * LOOP_TERMS, tl.cdiv(end, BLOCK_N) * LOOP_TERMS
     for step in tl.range(first_step, end_step, num_stages=1):
         j0 = step // LOOP_TERMS * BLOCK_N
@@ -671,7 +670,7 @@ def mta_lift_bwd_band_gather_cq6_ck11_d128_bf16_causal_sm90a(
 ):
     """Moves g on the band out of a chunk: band_g[i, delta] = g[i, i + off - delta], then 0 there.
 
-    C on the band is no product of lifted vectors, so gradients of lifted vectors must not include its g.
+    C on the band does not come from lifted vectors, so its g must be removed before the products with g.
     band_g is 0 where there is no such key. Writes rows strip_begin..strip_end of band_g (all heads, n_q, BAND) fp32.
     """
     n_blocks = _blocks(strip_end - strip_begin, BLOCK)
@@ -1157,7 +1156,7 @@ def mta_lift_decode_cq6_ck11_d128_bf16_causal_sm90a(
     begin = first_key + split * span
     end = tl.minimum(begin + span, length)
     n_tiles = tl.where(begin < end, tl.cdiv(end - begin + 10, BLOCK_N), 0)
-    visible_to = length - n_new - 4  # the first key after them that is hidden from some query
+    visible_to = length - n_new - 4  # all query rows that the filter reads see keys before it
 
     # The product with a tile of keys has a row for each pair and tap.
     pair0 = tl.program_id(0) % n_chunks * PAIRS
@@ -1271,7 +1270,7 @@ def mta_lift_decode_wide_cq6_ck11_d128_bf16_causal_sm90a(
     begin = first_key + split * span
     end = tl.minimum(begin + span, length)
     n_tiles = tl.where(begin < end, tl.cdiv(end - begin + 10, BLOCK_N), 0)
-    visible_to = length - n_new - 4  # the first key after them that is hidden from some query
+    visible_to = length - n_new - 4  # all query rows that the filter reads see keys before it
 
     # The product with a tile of keys has a row for each pair and tap.
     pair0 = tl.program_id(0) % n_chunks * PAIRS

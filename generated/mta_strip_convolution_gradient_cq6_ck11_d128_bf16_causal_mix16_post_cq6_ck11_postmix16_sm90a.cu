@@ -42,7 +42,7 @@ DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// The same for transposed matrices.
+// Loads 8 x 8 matrices, transposed; lane i has the address of row i % 8 of matrix i / 8.
 DEVICE void load_matrices_transposed(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -165,7 +165,7 @@ struct VisibleKeys {
 
   DEVICE bool exist() const { return start < end; }
 
-  // The same keys, counted from a key.
+  // These visible keys, counted from `key`.
   DEVICE VisibleKeys from(int key) const { return {start - key, end - key}; }
 
   // Both comparisons are made, because a branch would cost more.

@@ -301,7 +301,7 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
     HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 128, PROGRAMS: tl.constexpr = 512,
 ):
-    """Backward pass of the softmax and of the mixture before it: dx from the scores x and the gradient g.
+    """Backward pass of the softmax and of the mixing before it: dx from the scores x and the gradient g.
 
         c   = M x / 0.015625
         p   = exp(c - lse)
@@ -311,7 +311,7 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
         dx  = M^T dc
         dM += sum over rows and keys of dc x^T / 0.015625
 
-    x holds the scores before the mixture M times 0.015625, which keeps them in the range of fp16.
+    x holds the scores before mixing by M times 0.015625, which keeps them in the range of fp16.
     92.33248261689366 is log2(e) / 0.015625.
     g is the gradient of the probabilities that multiply v; dx is that of unscaled scores.
 

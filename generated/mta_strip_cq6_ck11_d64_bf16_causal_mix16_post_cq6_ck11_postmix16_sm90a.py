@@ -691,7 +691,7 @@ def mta_strip_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm
     count, keys, off, first, skip, pitch, n_heads, b0,
     HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 256,
 ):
-    """The mixture after the softmax, maybe in place: out = N x, and zeros in rows before `skip`."""
+    """The mixing after the softmax, maybe in place: out = N x, and zeros in rows before `skip`."""
     r = count - 1 - tl.program_id(0) % count
     pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
     # A bundle is HEADS heads of a sequence: one tl.dot mixes the keys of a row of all its heads.
@@ -801,7 +801,7 @@ def mta_strip_decode_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postm
     seqlens_ptr,
     HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 256,
 ):
-    """The mixture after the softmax, maybe in place: out = N x, and zeros in rows before `skip`."""
+    """The mixing after the softmax, maybe in place: out = N x, and zeros in rows before `skip`."""
     r = count - 1 - tl.program_id(0) % count
     pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
     # A bundle is HEADS heads of a sequence: one tl.dot mixes the keys of a row of all its heads.
@@ -889,7 +889,7 @@ def mta_strip_post_mix_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_pos
     count, keys, off, first, skip, pitch, n_heads, b0,
     HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 128, PROGRAMS: tl.constexpr = 512,
 ):
-    """The mixture after the softmax, out = N x, and its gradients: N^T dy, which replaces dy, and a part of dy x^T."""
+    """The mixing after the softmax, out = N x, and its gradients: N^T dy, which replaces dy, and a part of dy x^T."""
     programs = tl.minimum(PROGRAMS, count)
     program = tl.program_id(0) % programs  # of the bundle's
     pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
@@ -947,7 +947,7 @@ def mta_strip_softmax_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
     count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
     HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 128, PROGRAMS: tl.constexpr = 512,
 ):
-    """Backward pass of the softmax and of the mixture before it: dx from the scores x and the gradient g.
+    """Backward pass of the softmax and of the mixing before it: dx from the scores x and the gradient g.
 
         c   = M x / 0.015625
         p   = exp(c - lse)
@@ -957,7 +957,7 @@ def mta_strip_softmax_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
         dx  = M^T dc
         dM += sum over rows and keys of dc x^T / 0.015625
 
-    x holds the scores before the mixture M times 0.015625, which keeps them in the range of fp16.
+    x holds the scores before mixing by M times 0.015625, which keeps them in the range of fp16.
     92.33248261689366 is log2(e) / 0.015625.
     g is the gradient of probabilities; dx is that of unscaled scores.
 

@@ -63,7 +63,7 @@ DEVICE void load_matrices(u32 (&x)[2], u32 row) {
                : "memory");
 }
 
-// The same for transposed matrices.
+// Loads 8 x 8 matrices, transposed; lane i has the address of row i % 8 of matrix i / 8.
 DEVICE void load_matrices_transposed(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -139,7 +139,7 @@ struct VisibleKeys {
 
   DEVICE bool exist() const { return start < end; }
 
-  // The same keys, counted from a key.
+  // These visible keys, counted from `key`.
   DEVICE VisibleKeys from(int key) const { return {start - key, end - key}; }
 
   // Both comparisons are made, because a branch would cost more.
@@ -266,7 +266,7 @@ DEVICE void load_tile(u32 tile, Rows rows, int first, int n_rows, int thread) {
     }
 }
 
-// The same from a tensor whose rows lie one after the other.
+// Loads a tile from a tensor whose rows are `stride` elements apart.
 template <int ROWS, int COLUMNS, int COPIERS, class Element>
 DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
   load_tile<ROWS, COLUMNS, COPIERS>(tile, TensorRows<Element>{from, stride}, first, n_rows, thread);

@@ -176,7 +176,7 @@ struct VisibleKeys {
 
   DEVICE bool exist() const { return start < end; }
 
-  // The same keys, counted from a key.
+  // These visible keys, counted from `key`.
   DEVICE VisibleKeys from(int key) const { return {start - key, end - key}; }
 
   // Both comparisons are made, because a branch would cost more.

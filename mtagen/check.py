@@ -29,10 +29,10 @@ SIZES = (
 )
 
 DROPOUT_P = 0.2
-# The same for sinks and parameters, whose entries are sums over all rows. With 16 of them eager's largest error was a
-# fifth of ours in one of 36 draws, and twice ours in the mean.
-_MIN_SUMS = 32
 _MIN_ENTRIES = 16  # a weight's gradient needs this many entries, or eager's largest error may be small by luck
+# Sinks and parameters need more entries. With 16, eager's largest error was by chance only a fifth of ours in one of
+# 36 draws (on average: twice ours).
+_MIN_SUMS = 32
 
 
 class Op(Protocol):

@@ -50,7 +50,7 @@ def reference(
     """Compute dropout(mix(conv(softmax(f3(mix(f2(conv(f1(scale * q k^T))))))))) v with O(Nq * Nk) memory.
 
     Multi-Token Attention (Golovneva et al., 2025). A convolution reads the current query and the
-    cq-1 queries before it, and ck keys around the current key; a mixture sums over the heads of a
+    cq-1 queries before it, and ck keys around the current key; a mixing sums over the heads of a
     group. Each of the four stages is left out if its weight is not given. Queries are aligned to
     the end of the keys. Entries are zeroed before a convolution by one of two rules: where their
     own query must not see their key (``mask="source"``, the authors' code), or where the query of
@@ -80,7 +80,7 @@ def reference(
         mask: ``source`` or ``output``, for both convolutions; without effect where every query sees
             every key.
         scores, convolved, logits: f1, f2 and f3, expressions in s, the score before the first
-            convolution, before the first mixture and before the softmax: texts such as ``50 *
+            convolution, before the first mixing and before the softmax: texts such as ``50 *
             tanh(s / 50)`` or functions, see :mod:`mtagen.expressions`. They are computed in fp32,
             or in fp64 for fp64 inputs.
         visible: which keys a query sees within causality and window, a condition such as ``(j <= i)

@@ -46,7 +46,10 @@ def build(
     dropout: bool = False,
     tune: bool = False,
 ) -> AttentionOp:
-    """Plan, render, compile and cache the op of the given stages. Its calls compile nothing.
+    """Plan, render, compile and cache the op of the given stages.
+
+    Calls compile nothing, except the first ``varlen`` call of an op built without ``packed=True``,
+    and the first call on another GPU.
 
     Kernels are compiled for, and loaded on, every visible GPU whose target is the plan's. If no GPU
     has that target, or if ``torch.distributed`` is initialised (other GPUs then belong to other
@@ -62,20 +65,21 @@ def build(
         post_kernel: extent of the convolution after the softmax; default no convolution.
         post_mixed_heads: as ``mixed_heads``, after the softmax.
         window: ``(left, right)``: query i sees keys from i + Nk - Nq - left to i + Nk - Nq + right; -1 is no limit.
-        scores: what the first convolution takes, an expression in s, the scaled score: a text such
-            as ``50 * tanh(s / 50)``, or a function such as ``lambda s, i, j: s - 0.1 * (i - j)``;
-            see :mod:`mtagen.expressions`. Default s.
-        convolved: what is mixed over heads, an expression in s, the score after the convolution.
-        logits: what the softmax takes, an expression in s, the score after the convolution and the
-            mixture.
+        scores: replaces the input of the first convolution by an expression in s, the scaled score:
+            a text such as ``50 * tanh(s / 50)``, or a function such as
+            ``lambda s, i, j: s - 0.1 * (i - j)``; see :mod:`mtagen.expressions`. Default s.
+        convolved: replaces the input of the mixing by an expression in s, the score after the
+            convolution.
+        logits: replaces the input of the softmax by an expression in s, the score after the
+            convolution and the mixing.
         visible: which keys a query sees, besides ``causal`` and ``window``: a condition in i, j, b and
             parameters that a run of keys meets, such as ``(j <= i) | (j < prefix[b])`` with
             ``causal=False``, or ``i // 64 == j // 64``. Parameters that it reads are integers.
-        parameters: the tensors that expressions read, which each call passes: the name and the axes
-            of each. Axes are ``b`` (batch entries), ``h`` (heads of queries), ``i`` or ``j``
+        parameters: declares the tensors that expressions read, as name -> axes; each call passes the
+            tensors. Axes are ``b`` (batch entries), ``h`` (heads of queries), ``i`` or ``j``
             (tokens) and numbers (the entries of a table): ``{"slopes": "h", "table": "h,65"}``.
-        sink: whether each row's softmax has one more logit, without a value, which each call
-            passes for each head.
+        sink: adds a learned logit per head to the softmax's denominator; each call passes ``sink``,
+            shape (H,).
         value_head_dim: DV, default D.
         causal: query i sees only keys j <= i + Nk - Nq; the same as a window whose ``right`` is 0.
         key_padding: ``both``, ``left`` or ``right``.
@@ -93,12 +97,13 @@ def build(
             ``torch.use_deterministic_algorithms`` says when the backward pass runs. Outputs are
             always bit-equal, and so is every gradient except the dq of CUDA's fused backward
             kernel.
-        packed: whether kernels for packed documents are built here, too; else the first call of ``varlen`` builds them.
-        dropout: whether calls may pass ``dropout_p``; kernels with dropout are built besides those
-            without.
-        tune: time the planner's candidates of both backends on this GPU first (minutes), unless an
-            earlier tuning is stored. The cache stores the results for this spec, those of ``mtagen
-            tune`` too, and every build uses them.
+        packed: whether to build the kernels for packed documents, too. Otherwise the first call of
+            ``varlen`` builds them.
+        dropout: whether calls may pass ``dropout_p``. If so, kernels with and without dropout are
+            built.
+        tune: whether to time the planner's candidates of both backends on this GPU first (minutes).
+            The cache stores the results of each spec, also those of ``mtagen tune``. Every build uses
+            stored results, and does not tune again.
 
     Raises:
         SpecError: the request is not legal, or an argument is of a wrong type.

@@ -135,8 +135,9 @@ class Spec:
         key_padding: where the key axis is padded: ``both`` (pL = (ck-1)//2), ``left`` (pL = ck-1), ``right`` (pL = 0).
         mask: which scores a convolution counts as zero, where not every query sees every key.
             ``source``: scores (i', j') whose own query i' does not see key j' (when causal j' > i'
-            + off, as in the MTA authors' code). ``output``: scores (i', j') whose key j' is hidden
-            from the query i of the result (j' > i + off, as in the paper's formula).
+            + off with off = Nk - Nq, as in the MTA authors' code). ``output``: scores (i', j')
+            whose key j' is hidden from the query i of the result (j' > i + off, as in the paper's
+            formula).
         dtype: element type of q, k, v and out: ``bf16``, ``fp16``, ``fp32`` (and ``fp64`` for the torch backend).
         mixed_heads: m: before the softmax, scores are mixed in groups of m consecutive heads,
             1..64; ``None`` for no mixing.
@@ -150,21 +151,22 @@ class Spec:
         scores: what the first convolution takes, an expression in s, the scaled score. Hidden
             scores are 0 to the convolution, whatever the expression is there.
         convolved: what is mixed over heads, an expression in s, the score after the convolution.
-        logits: what the softmax takes, an expression in s, the score after convolution and mixture:
+        logits: what the softmax takes, an expression in s, the score after convolution and mixing:
             ``50 * tanh(s / 50)``. Expressions are texts, or functions of symbols;
             :mod:`mtagen.expressions` describes the language. The fields are texts in canonical
             form; None for s itself. Without a convolution ``scores`` joins ``convolved``, and
-            without a mixture ``convolved`` joins ``logits``, so that equal operators are equal.
+            without mixing ``convolved`` joins ``logits``, so that equal operators are equal.
         parameters: the tensors that expressions and ``visible`` read, and the axes of each:
             ``{"table": "h,65"}``. The field is pairs of name and axes.
         visible: which keys a query sees within causality and window, a condition in i, j, b and parameters of
             integers that a run of keys meets: ``(j <= i) | (j < prefix[b])``. A text or a function;
             the field is a text in canonical form, or None if the window says the same.
-        sink: whether each row's softmax has one more logit, which has no value: a number of each
-            head that a call passes.
+        sink: adds a learned logit per head to the softmax's denominator; each call passes ``sink``,
+            shape (H,).
         packed: whether q, k and v hold packed documents, each a sequence of its own, instead of a
             batch.
-        dropout: whether the factors of v are dropped, with a probability that each call gives.
+        dropout: whether attention probabilities are dropped (after all stages), with a probability
+            that each call gives.
 
     Raises:
         SpecError: a field is out of range.
@@ -297,8 +299,8 @@ class Spec:
     def is_fusible(self) -> bool:
         """Whether one kernel may compute a pass.
 
-        Scores are then products of rows until they are convolved, no stage mixes heads or follows the
-        softmax, and a convolution has a window as its mask.
+        That needs an op without ``scores``, without mixing and without stages after the softmax. If
+        the op has a convolution, its mask must be a window.
         """
         convolves = self.cq * self.ck > 1
         return self.convolves_only and self.scores is None and not (convolves and self.visible)
@@ -468,7 +470,9 @@ def _parameter_argument(name: str, axes: str, packed: bool) -> Argument:
     shape: list[int | str] = [symbols.get(axis) or int(axis) for axis in axes.split(",") if axes]
     if packed and "Nk" in shape:
         if shape.count("Nk") > 1 or "documents" not in shape:
-            rule = "cannot be a parameter of packed documents, whose tokens have one axis"
+            two = "has two axes of tokens, but tokens of packed documents have one"
+            shared = "has an axis of tokens but not axis b, so all packed documents would share it"
+            rule = two if shape.count("Nk") > 1 else shared
             raise SpecError(explain(f"parameters[{name!r}]", axes, rule, "axes b and j, or without i and j"))
         shape = ["total_k", *(extent for extent in shape if extent not in ("Nk", "documents"))]
     return Argument(name, "parameters", tuple(shape), ("fp32", "q"))
@@ -480,7 +484,7 @@ def _listed(value: Any) -> Any:
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
-    """Two ints, or None if the value is no pair of integers."""
+    """Return two ints, or None if the value is not a pair of integers."""
     if not (isinstance(value, (tuple, list)) and len(value) == 2):
         return None
     first, second = map(as_int, value)
@@ -488,5 +492,5 @@ def _pair(value: Any) -> tuple[int, int] | None:
 
 
 def as_int(value: object) -> int | None:
-    """An integer of any type, such as NumPy's, as an int; None if the value is no integer. A bool is none."""
+    """Return an integer of any type, such as NumPy's, as an int; None for other values and for a bool."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None

@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 import mtagen
 from mtagen.serving import Rings, Step
 
 transformers = pytest.importorskip("transformers")
-batching = pytest.importorskip("transformers.generation.continuous_batching")
+pytest.importorskip("transformers.generation.continuous_batching")
 
 from mtagen.transformers import MtaConfig, MtaForCausalLM  # noqa: E402
 from mtagen.transformers.batching import PagedCache  # noqa: E402
 
+Configuration = transformers.generation.configuration_utils.ContinuousBatchingConfig
 NEW = 12  # tokens
 EVERYTHING: dict[str, Any] = {
     "kernel": (6, 11),
@@ -74,9 +76,8 @@ def options(**changes: Any) -> Any:
 def batched(
     model: MtaForCausalLM, page: int, most: int, prompts: list[list[int]] = PROMPTS, **changes: Any
 ) -> list[Any]:
-    config = transformers.generation.configuration_utils.ContinuousBatchingConfig(
-        page_size=page, num_blocks=160, max_batch_tokens=most, use_cuda_graph=False
-    )
+    size = "page_size" if hasattr(Configuration, "page_size") else "block_size"  # in transformers 5.17
+    config = Configuration(**{size: page}, num_blocks=160, max_batch_tokens=most, use_cuda_graph=False)
     return [*model.generate_batch(prompts, options(**changes), config).values()]
 
 
@@ -127,15 +128,22 @@ def test_prompts_share_pages(model: MtaForCausalLM, monkeypatch: pytest.MonkeyPa
 SAMPLES = {"num_return_sequences": 3, "do_sample": True, "top_k": 1}  # which are all the likeliest tokens
 
 
-def test_several_samples_of_a_prompt(model: MtaForCausalLM) -> None:
+def samples(model: MtaForCausalLM) -> list[Any]:
+    """Return three outputs for each of three prompts."""
     outputs = batched(model, 8, 64, PROMPTS[:3], **SAMPLES)
+    if len(outputs) == 3 and Version(transformers.__version__) < Version("5.24"):
+        pytest.skip("generate_batch of this transformers returns one sample of a prompt")
     assert len(outputs) == 9
-    assert equal(model, outputs) == 9
+    return outputs
+
+
+def test_several_samples_of_a_prompt(model: MtaForCausalLM) -> None:
+    assert equal(model, samples(model)) == 9
 
 
 def test_without_copied_rings_samples_differ(model: MtaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rings, "copy_pages", lambda *_: None)
-    assert equal(model, batched(model, 8, 64, PROMPTS[:3], **SAMPLES)) < 9
+    assert equal(model, samples(model)) < 9
 
 
 @pytest.mark.parametrize(
@@ -153,6 +161,6 @@ def test_other_models(changes: dict[str, Any]) -> None:
 
 
 def test_requests_are_not_moved_to_the_cpu(model: MtaForCausalLM) -> None:
-    config = transformers.generation.configuration_utils.ContinuousBatchingConfig(cpu_offload_space=1.0)
+    config = Configuration(cpu_offload_space=1.0)
     with pytest.raises(mtagen.InputError, match="would lose their earlier queries"):
         model.generate_batch(PROMPTS, options(), config)

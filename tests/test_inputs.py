@@ -208,7 +208,7 @@ DECODES = {
         {"q_tail": torch.zeros(B, H, CQ - 1, D)},
         "q_tail rows",
         "2",
-        "cq - 1 = 2 context",
+        "must be 2 context queries (cq - 1 = 2)",
         "3..10",
     ),
     "many new rows": ({"q_tail": torch.zeros(B, H, CQ + 8, D)}, "q_tail rows", "11", "1..8 new", "3..10"),
@@ -447,10 +447,10 @@ def test_groups_that_do_not_divide_the_heads(
 @pytest.mark.parametrize(
     ("stages", "rule"),
     [
-        (STAGES, "cq - 1 + post cq - 1 = 3 context queries"),
-        ({"kernel": (CQ, CK), "mixed_heads": 2}, "cq - 1 = 2 context queries"),
-        ({"post_kernel": (POST_CQ, POST_CK)}, "post cq - 1 = 1 context queries"),
-        ({"mixed_heads": 2}, "1..8 new ones"),
+        (STAGES, "must be 3 context queries (cq - 1 + post cq - 1 = 3), then 1..8 new queries"),
+        ({"kernel": (CQ, CK), "mixed_heads": 2}, "must be 2 context queries (cq - 1 = 2), then 1..8 new queries"),
+        ({"post_kernel": (POST_CQ, POST_CK)}, "must be 1 context queries (post cq - 1 = 1), then 1..8 new queries"),
+        ({"mixed_heads": 2}, "must be 1..8 new queries"),
     ],
     ids=str,
 )

@@ -33,7 +33,7 @@ def called(op: AttentionOp, given: Paged, **changes: Any) -> Any:
 
 
 @every_pipeline
-@pytest.mark.parametrize("size", (2, 16, 64))
+@pytest.mark.parametrize("size", [2, 16, 64])
 def test_equals_the_reference(stages: dict[str, Any], size: int) -> None:
     op = built(**stages)
     given = draw(op.plan.spec, REQUESTS, size)

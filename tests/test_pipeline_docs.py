@@ -36,7 +36,7 @@ def table(first: str) -> list[list[str]]:
 
 
 LOWERINGS = {(before, after): cells for before, after, *cells in table("before the softmax")}
-TESTS = {name: dict(zip(PASSES, cells, strict=True)) for name, *cells in table("lowering")}
+TESTS = {name: dict(zip(PASSES, cells, strict=True)) for name, *cells in table(r"lowering \| forward")}
 
 
 DATA: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ DATA: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": True},
 }
 DATA_LOWERINGS = {(before, after): cells for before, after, *cells in table("pipeline: before the softmax")}
-DATA_TESTS = {name: cells for name, *cells in table("data of lowering")}
+DATA_TESTS = {name: cells for name, *cells in table(r"lowering \| window")}
 
 
 def module_of(path: str) -> ModuleType:

@@ -90,7 +90,7 @@ def test_tokens_are_taken_back(spare: int, prompt: int, steps: list[tuple[int, i
         engine.remove(0, min(removed, count, spare))
 
 
-@pytest.mark.parametrize("size", (4, 8))
+@pytest.mark.parametrize("size", [4, 8])
 def test_full_pages_are_shared(size: int) -> None:
     engine = Engine(size, 0)
     engine.begin()
@@ -100,31 +100,33 @@ def test_full_pages_are_shared(size: int) -> None:
     engine.step([2, 1])
 
 
-def test_a_page_that_another_request_fills_in_the_same_step() -> None:
+def two_requests_with_one_page() -> tuple[Engine, list[Tensor]]:
+    """Return an engine whose first request fills a page of the second in the next step, and the step's queries."""
     engine = Engine(8, 0)
+    rows = torch.randn(9, 1, WIDTH, generator=engine.drawn)
     engine.begin()
-    rows = torch.randn(9, 1, WIDTH)
     engine.tables[0] = [engine.free.pop(), engine.free.pop()]
     engine.begin()
     engine.tables[1], engine.queries[1] = engine.tables[0][:1], list(rows[:8])
-    with pytest.raises(AssertionError):  # its queries come too late if all rows are read before the step
-        _without_late_reads(engine, rows)
-    engine.queries = [[], list(rows[:8])]
-    engine.tables[1] = engine.tables[0][:1]
-    engine.step([9, 2], [rows, torch.randn(2, 1, WIDTH)])
+    return engine, [rows, torch.randn(2, 1, WIDTH, generator=engine.drawn)]
 
 
-def _without_late_reads(engine: Engine, rows: Tensor) -> None:
-    """Take the step with rings that are read once, before its queries are stored."""
+def test_a_page_that_another_request_fills_in_the_same_step() -> None:
+    engine, new = two_requests_with_one_page()
+    engine.step([9, 2], new)
+
+
+def test_rings_that_are_read_too_early_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     of = Step.of_tables
 
     def early(*arguments: Any) -> Step:
         step = of(*arguments)
         return Step(**{**vars(step), "is_open": torch.ones_like(step.is_open)})
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Step, "of_tables", early)
-        engine.step([9, 2], [rows, torch.randn(2, 1, WIDTH)])
+    monkeypatch.setattr(Step, "of_tables", early)
+    engine, new = two_requests_with_one_page()
+    with pytest.raises(AssertionError):
+        engine.step([9, 2], new)
 
 
 def test_without_spare_slots_tokens_cannot_be_taken_back() -> None:

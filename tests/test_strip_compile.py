@@ -33,12 +33,12 @@ TEN_HEADS_STACK = {"softmax_backward": 240}
 FUNCTIONS_STACK = {"softmax_backward": 16}
 CUDA_STACK = 96  # of CUDA's kernels, whatever their role
 WHOLE = ("sm_80", "sm_89", "sm_90a")  # targets on which all stages are compiled; on others the mixtures alone
-CUDA_CASES: list[tuple[str, dict[str, Any]]] = [
+CUDA_CASES: list[Any] = [
     *((name, EVERYTHING if name in WHOLE else MIXED) for name, target in TARGETS.items() if "mma" in target.matrix),
-    ("sm_90a", EVERYTHING | {"causal": False, "dtype": "fp16"}),
+    pytest.param("sm_90a", EVERYTHING | {"causal": False, "dtype": "fp16"}, marks=pytest.mark.sweep),
     ("sm_90a", MIXED),
     ("sm_90a", TEN_HEADS | {"dtype": "fp16"}),
-    ("sm_90a", {"kernel": (16, 16), "post_kernel": (3, 3), "post_mixed_heads": 2}),
+    pytest.param("sm_90a", {"kernel": (16, 16), "post_kernel": (3, 3), "post_mixed_heads": 2}, marks=pytest.mark.sweep),
     ("sm_90a", EVERYTHING | {"window": (1023, -1)}),
     ("sm_80", CONVOLVED | {"window": (1023, 1023), "causal": False}),
     ("sm_90a", CONVOLVED | {"window": (1023, -1), "packed": True}),

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple
 
 from ..planner.geometry.mask import Mask
 from .layout import Batch
 
-# Where row 0 of a strip is in tables; the first row that exists, and the end of these rows; the first key of planes.
-_Place: TypeAlias = tuple[str, str, str, str]
+
+class StripRows(NamedTuple):
+    """Names in kernels for the rows of a strip. Templates write them as a tuple.
+
+    Attributes:
+        table_index: index of the strip's row 0 in the mask's tables.
+        first_row: first row of the strip that exists.
+        end_row: end of the rows that exist.
+        first_key: the sequence's key that is key 0 of planes.
+    """
+
+    table_index: str
+    first_row: str
+    end_row: str
+    first_key: str
+
+    def limits(self, row: str) -> str:
+        """Return the arguments of functions that read the first and the last key of ``row``."""
+        return f"{_tables(self.table_index)}, {row}, {self.first_row}, {self.end_row}, {self.first_key}"
 
 
 @dataclass(frozen=True)
@@ -19,9 +36,9 @@ class ByPosition:
 
     Attributes:
         layout: how tensors hold sequences; texts of the lowering "strip" need none.
-        query: the name of the argument by which functions of the mask know a query.
-        of: that argument in the docstrings of these functions.
-        rows: the kernels' name of the argument for the rows of a tile.
+        query: name of the mask functions' query parameter.
+        of: description of that parameter, for generated docstrings.
+        rows: kernel variable that holds it for a tile's rows.
     """
 
     layout: Batch | None = None
@@ -30,50 +47,51 @@ class ByPosition:
     rows: str = "positions"
 
     def at(self, rows: str, entry: str) -> Sequence[str]:
-        """Return lines that assign what kernels pass for some rows of a sequence, of a batch entry."""
+        """Return code that assigns the query variable for ``rows`` of batch entry ``entry``."""
         return [f"{self.rows} = ({rows})[:, None] + off"]
 
     def of_product(self, owner: str, rows: str, entry: str) -> Sequence[str]:
-        """Return the same lines for a tile of g in a product with g."""
+        """Return code that assigns the query variable in the kernels that multiply by g."""
         return self.at(rows, entry)
 
     def of_tile(self, owner: str, entry: str) -> Sequence[str]:
-        """Return the same lines for the rows of a tile, after its positions are known.
+        """Return code that assigns the query variable for a tile's rows, after their positions.
 
-        A program that owns rows has assigned it before.
+        Empty if the program owns rows, because it assigned the variable before its loop.
         """
         return []
 
     def of_step(self, position: str, new: str) -> str:
-        """Return what kernels pass for rows of a step of decoding, given their positions and their numbers."""
+        """Return the query of a decode step's rows, given their positions and their numbers."""
         return f"({position})[:, None]" if " " in position else f"{position}[:, None]"
 
-    def in_strip(self, rows: str, place: _Place) -> str:
-        """Return what kernels of strips pass for rows of a strip."""
+    def in_strip(self, rows: str, strip: Sequence[str]) -> str:
+        """Return the query of a strip's ``rows``, given its fields of :class:`StripRows`."""
         return f"(first + {rows} + off)[:, None]"
 
-    def ends_in_strip(self, row: str, place: _Place) -> str:
-        """Return the first key that a row of a strip sees, and the end of its keys, from tables.
+    def ends_in_strip(self, row: str, strip: Sequence[str]) -> str:
+        """Return code for the first key that a row of a strip sees and for the end of its keys.
 
         Raises:
-            ValueError: there are no tables.
+            ValueError: the mask has no tables.
         """
-        raise ValueError(row)
+        text = f"row {row} of a strip has no tables of keys, because its mask is a window"
+        raise ValueError(text)
 
     def later(self, query: str, rows: str) -> str:
-        """Return what kernels of strips pass for rows that are some rows below a query, for terms of convolutions."""
+        """Return the query ``rows`` below ``query``, to mask a convolution's terms."""
         return f"{query}{rows}"
 
     def of_terms(self, positions: str) -> str:
-        """Return what kernels of strips pass for the rows of terms of convolutions."""
+        """Return the query at ``positions``, to mask a convolution's terms."""
         return positions
 
     def of_own_rows(self, rows: str, entry: str) -> Sequence[str]:
-        """Return lines before the loop over keys of a program that owns rows."""
+        """Return the code before the loop over keys of a program that owns rows."""
         return []
 
     def of_own_keys(self, entry: str) -> Sequence[str]:
-        """Return lines before the loop over rows of a program that owns keys."""
+        """Return the code before the loop over rows of a program that owns keys."""
         return []
 
 
@@ -92,13 +110,11 @@ class InTables(ByPosition):
     def of_step(self, position: str, new: str) -> str:
         return f"_limits({_tables('b * n_new')}, {new}, 0, n_new, 0)"
 
-    def in_strip(self, rows: str, place: _Place) -> str:
-        begin, *others = place
-        return f"_limits({_tables(begin)}, {rows}, {', '.join(others)})"
+    def in_strip(self, rows: str, strip: Sequence[str]) -> str:
+        return f"_limits({StripRows(*strip).limits(rows)})"
 
-    def ends_in_strip(self, row: str, place: _Place) -> str:
-        begin, *others = place
-        return f"_ends_of_row({_tables(begin)}, {row}, {', '.join(others)})"
+    def ends_in_strip(self, row: str, strip: Sequence[str]) -> str:
+        return f"_ends_of_row({StripRows(*strip).limits(row)})"
 
     def later(self, query: str, rows: str) -> str:
         return query  # terms need no check: planes are zero where their own row sees no key

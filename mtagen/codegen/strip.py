@@ -81,7 +81,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "score_parts": partial(_score_parts, stage, spec.packed),
         # Whether what the function of scores needs of a head depends on the document of a row
         "parts_of_rows": bool(stage.views) and spec.packed,
-        # The functions before the convolution and before the mixture, which read no parameters
+        # The functions before the convolution and before the mixing, which read no parameters
         "of_scores": _function(spec, "scores"),
         "of_convolved": _function(spec, "convolved"),
         # The sequence's first token in parameters of tokens

@@ -187,7 +187,7 @@ def _dropout_factors(
 
 
 class _Scores(NamedTuple):
-    """Scores in the order of the pipeline: of q and k, as the convolution takes them, convolved, as the mixture
+    """Scores in the order of the pipeline: of q and k, as the convolution takes them, convolved, as the mixing
     takes them, mixed, and as the softmax takes them.
     """
 
@@ -321,7 +321,7 @@ class _Stages:
         return (weight @ x.reshape(*weight.shape[:2], -1)).view_as(x)
 
     def _mix_backward(self, name: str, x: Tensor, dy: Tensor) -> Tensor:
-        """Return the gradient of a mixture's input ``x``; add that of its matrices to
+        """Return the gradient of a mixing's input ``x``; add that of its matrices to
         ``gradients``.
         """
         if name not in self.weights:

@@ -8,7 +8,7 @@ score. An expression is a text, or a function that mtagen calls once with symbol
 
 | name | meaning |
 |---|---|
-| ``s`` | the score: scaled; after the convolution in ``convolved``, after the mixture in ``logits`` |
+| ``s`` | the score: scaled; after the convolution in ``convolved``, after the mixing in ``logits`` |
 | ``i`` | the position of the query: its key, counted from the sequence's first key, is the same number |
 | ``j`` | the key, counted from the sequence's first |
 | ``h`` | the head of the queries |

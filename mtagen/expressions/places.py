@@ -23,8 +23,8 @@ def normalised(
 ) -> dict[str, Any]:
     """Return the expressions and parameters of a request in canonical form, by field.
 
-    Without a convolution ``scores`` is a function of what ``convolved`` takes, and without a
-    mixture ``convolved`` is one of what ``logits`` takes: they are joined.
+    Without a convolution ``scores`` acts as ``convolved``, and without mixing ``convolved`` acts as
+    ``logits``. Two expressions at one place are composed.
 
     Args:
         expressions: ``scores``, ``convolved`` and ``logits``, as they were given.
@@ -32,7 +32,7 @@ def normalised(
         distances: how many keys before and after its own position a query sees, None for all; and how
             many later rows count a score that its own row does not see.
         convolves: whether there is a convolution before the softmax.
-        mixes: whether there is a mixture before the softmax.
+        mixes: whether heads are mixed before the softmax.
         read_by_mask: names of the parameters that the mask reads.
 
     Raises:

@@ -23,8 +23,8 @@ def check_call(
     """Check q (B, H, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, DV) and the weights before a call.
 
     Args:
-        weights: a weight for each name in ``spec.WEIGHTS``, in that order; None for stages that the
-            spec lacks.
+        weights: a weight for each name in ``mtagen.spec.WEIGHTS``, in that order; None for stages
+            that the spec lacks.
 
     Returns:
         The weights in the same order, in the shapes of :meth:`Spec.weights`.
@@ -55,12 +55,12 @@ def check_decode(
     rows, context = q_tail.shape[2], spec.context
     if not 1 <= rows - context <= MAX_NEW_TOKENS:
         sum_of = " + ".join(name for name, used in (("cq - 1", spec.kernel), ("post cq - 1", spec.post_kernel)) if used)
-        rule = f"holds {sum_of or 'no query before the new ones'} = {context} context queries" if context else "holds"
+        earlier = f"{context} context queries ({sum_of} = {context}), then " if context else ""
         raise InputError(
             explain(
                 "q_tail rows",
                 rows,
-                f"{rule}, then 1..{MAX_NEW_TOKENS} new ones",
+                f"must be {earlier}1..{MAX_NEW_TOKENS} new queries",
                 f"{context + 1}..{context + MAX_NEW_TOKENS}",
             )
         )

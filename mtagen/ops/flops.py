@@ -5,7 +5,7 @@ matrix products, a backward pass five, because it computes the scores again. Sco
 mask hides count in full.
 
 The other stages are counted as in the mathematics. In a forward pass, a convolution takes one
-multiply-add per tap and score, a mixture one per head of a group and score. A backward pass takes
+multiply-add per tap and score, a mixing one per head of a group and score. A backward pass takes
 twice as many, for the gradients of the stage's input and of its weight.
 
 The counts depend on shapes alone, and on where packed documents begin. Where the latter is not
@@ -72,5 +72,5 @@ def _taps(kernel: Tensor | None) -> int:
 
 
 def _mixed(matrix: Tensor | None) -> int:
-    """Count the products that an entry of a mixture's result sums."""
+    """Count the products that an entry of a mixing's result sums."""
     return 0 if matrix is None else matrix.shape[1]

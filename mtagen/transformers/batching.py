@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ except ImportError:  # transformers before continuous batching
 
 # transformers builds no mask of all pairs for attention with "flash" in its name.
 IMPLEMENTATION = "mtagen_flash"
-_NEEDED = ("block_physical_stride", "tokens_per_page", "rows_per_token", "copy_blocks")  # of the cache's allocators
 
 
 def is_paged(cache: object) -> bool:
@@ -54,19 +54,13 @@ class PagedCache:
     """
 
     def __init__(self, cache: Any, count: int, arguments: Mapping[str, Any]) -> None:
-        self._cache, self._count, self._arguments = cache, count, arguments
-        allocators = {*getattr(cache, "layer_to_allocator", {}).values()}
-        if len(allocators) != 1 or not all(hasattr(x, name) for x in allocators for name in _NEEDED):
-            rule = "mtagen does not know the cache of this version of transformers"
-            raise InputError(explain("cache", type(cache).__name__, rule, "transformers 5.24, or generate"))
-        (self._allocator,) = allocators
+        self._pool, self._count, self._arguments = _pool_of(cache), count, arguments
         if not hasattr(cache, "mtagen_rings"):
             cache.mtagen_rings = {}  # of each layer; they live as long as the pages
-            _copy_rings_with_blocks(self._allocator, cache.mtagen_rings)
+            self._pool.after_copies(_copies(cache.mtagen_rings))
         self._rings: dict[int, Rings] = cache.mtagen_rings
-        kind = self._allocator.layer_type
-        self._cu_seq_k = arguments["cu_seq_lens_k"][kind].to(torch.int32)
-        self._max_k = arguments["max_length_k"][kind]
+        self._cu_seq_k = _of_layers(arguments["cu_seq_lens_k"]).to(torch.int32)
+        self._longest = [_of_layers(_either(arguments, f"max_length_{x}", f"max_seqlen_{x}")) for x in ("q", "k")]
         self._step: Step | None = None
 
     def layer(self, number: int) -> PagedLayer:
@@ -77,48 +71,32 @@ class PagedCache:
         self, number: int, op: AttentionOp, weights: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """Compute the outputs ``(total, H, D)`` of a layer's new tokens; see :class:`EngineCache`."""
-        arguments = {name: self._arguments[name] for name in ("read_index", "write_index", "block_table")}
-        boundaries = {name: self._arguments[name] for name in ("cu_seq_lens_k", "max_length_k")}
-        rows = (x.transpose(0, 1)[None] for x in (k, v))
-        stored = self._cache.update(*rows, number, {**arguments, **boundaries})
-        keys, values = (x[0].transpose(0, 1) for x in stored)
-        step = self._step_of(self._rings_of(number, op, q))
+        k, v = (x.transpose(0, 1)[None] for x in (k, v))
+        keys, values = self._pool.store(number, k, v, self._arguments)
+        if number not in self._rings:
+            made: dict[str, Any] = {"device": q.device, "dtype": q.dtype}
+            self._rings[number] = Rings.for_op(op, q.shape[1], self._pool.pages, self._pool.size, **made)
+        step = self._step_of(self._rings[number])
         queries = self._rings[number].append(q, step)
+        max_q, max_k = self._longest
+        boundaries = {"cu_seq_q": step.cu_seq_q, "cu_seq_k": self._cu_seq_k}
         out: Any = op.varlen(
-            queries,
-            keys,
-            values,
-            cu_seq_q=step.cu_seq_q,
-            cu_seq_k=self._cu_seq_k,
-            max_q=self._arguments["max_length_q"] + op.plan.spec.context,
-            max_k=self._max_k,
-            **weights,
+            queries, keys, values, **boundaries, max_q=max_q + op.plan.spec.context, max_k=max_k, **weights
         )
         new: Tensor = out[step.rows]
         return new
-
-    def _rings_of(self, number: int, op: AttentionOp, q: Tensor) -> Rings:
-        """Return the rings of a layer, made in its first step."""
-        if number not in self._rings:
-            held = self._allocator
-            pages = held.cache_tensor.shape[0] * held.rows_per_token // held.block_physical_stride + 1
-            made: dict[str, Any] = {"device": q.device, "dtype": q.dtype}
-            self._rings[number] = Rings.for_op(op, q.shape[1], pages, held.tokens_per_page, **made)
-        return self._rings[number]
 
     def _step_of(self, rings: Rings) -> Step:
         """Return where the queries of the step lie; layers with the same context share it."""
         if self._step is not None and self._step.earlier.shape[1] == rings.context:
             return self._step
-        index = self._allocator.index
-        read, written = (self._arguments[name][index] for name in ("read_index", "write_index"))
+        read, written = (self._arguments[name][self._pool.group] for name in ("read_index", "write_index"))
         cu_seq_q, cu_seq_k = self._arguments["cu_seq_lens_q"].to(torch.int32), self._cu_seq_k
         # Without earlier tokens transformers reads nothing, and positions count from the first new token.
         begins, places = (cu_seq_k, read) if len(read) else (cu_seq_q, written)
-        stride, last = self._allocator.block_physical_stride, len(places) - 1
 
         def page_of(request: Tensor, position: Tensor) -> Tensor:
-            pages: Tensor = places[(begins[request] + position).clamp(max=last)] // stride
+            pages: Tensor = places[(begins[request] + position).clamp(max=len(places) - 1)] // self._pool.stride
             return pages
 
         self._step = Step.of(rings, cu_seq_q, cu_seq_k.diff(), self._count, page_of)
@@ -142,14 +120,91 @@ class PagedLayer(EngineCache):
         return out.unsqueeze(0)
 
 
-def _copy_rings_with_blocks(allocator: Any, rings: Mapping[int, Rings]) -> None:
-    """Make an allocator copy rings with blocks, as it does for several samples of one prompt."""
-    copy = allocator.copy_blocks
+class _Pool(NamedTuple):
+    """What mtagen needs of transformers' cache, whose names and arguments differ between versions.
 
-    def copy_all(sources: list[int], targets: list[int]) -> None:
+    Attributes:
+        size: tokens of a page.
+        stride: by how much the indices of tokens grow from a page to the next.
+        pages: number of pages.
+        group: number of the group to which all layers belong.
+        store: stores keys and values ``(1, Hkv, total, D)`` of a layer's new tokens, given its number and the arguments
+            of the model, and returns those of all tokens of the requests, ``(tokens, Hkv, D)``.
+        after_copies: makes the cache call a function of sources and targets after it has copied pages.
+    """
+
+    size: int
+    stride: int
+    pages: int
+    group: int
+    store: Callable[[int, Tensor, Tensor, Mapping[str, Any]], Sequence[Tensor]]
+    after_copies: Callable[[Callable[[list[int], list[int]], None]], None]
+
+
+def _pool_of(cache: Any) -> _Pool:
+    """Describe a cache of transformers.
+
+    Raises:
+        InputError: it is of another version, or its layers belong to several groups.
+    """
+    if hasattr(cache, "layer_to_allocator"):  # transformers 5.24
+        groups = {*cache.layer_to_allocator.values()}
+    else:  # transformers 5.17
+        groups = {*getattr(cache, "group_cache_managers", ())}
+    if len(groups) != 1:
+        rule = "mtagen does not know the cache of this version of transformers"
+        raise InputError(explain("cache", type(cache).__name__, rule, "transformers 5.17 or 5.24, or generate"))
+    (only,) = groups
+    if hasattr(cache, "layer_to_allocator"):
+
+        def store(number: int, k: Tensor, v: Tensor, arguments: Mapping[str, Any]) -> Sequence[Tensor]:
+            names = ("read_index", "write_index", "block_table", "cu_seq_lens_k", "max_length_k")
+            stored = cache.update(k, v, number, {name: arguments[name] for name in names})
+            return [x[0].transpose(0, 1) for x in stored]
+
+        rows = only.cache_tensor.shape[0] * only.rows_per_token
+        stride = only.block_physical_stride
+        after = partial(_after, only, "copy_blocks")
+        return _Pool(only.tokens_per_page, stride, rows // stride + 1, only.index, store, after)
+
+    def store_by_index(number: int, k: Tensor, v: Tensor, arguments: Mapping[str, Any]) -> Sequence[Tensor]:
+        stored: Sequence[Tensor] = cache.update(k, v, number, arguments["read_index"], arguments["write_index"])
+        return stored
+
+    pages = cache.key_cache[0].shape[0] // cache.block_size
+    return _Pool(cache.block_size, cache.block_size, pages, 0, store_by_index, partial(_after, cache, "copy_cache"))
+
+
+def _after(holder: Any, name: str, then: Callable[[list[int], list[int]], None]) -> None:
+    """Make a method of an object, which copies pages, call a function after it."""
+    copy = getattr(holder, name)
+
+    def copy_both(sources: list[int], targets: list[int]) -> None:
         copy(sources, targets)
+        then(sources, targets)
+
+    setattr(holder, name, copy_both)
+
+
+def _copies(rings: Mapping[int, Rings]) -> Callable[[list[int], list[int]], None]:
+    """Return the function that copies the rings of pages, as for several samples of one prompt."""
+
+    def copy_rings(sources: list[int], targets: list[int]) -> None:
         for held in rings.values():
             device = held.queries.device
             held.copy_pages(torch.tensor(sources, device=device), torch.tensor(targets, device=device))
 
-    allocator.copy_blocks = copy_all
+    return copy_rings
+
+
+def _of_layers(value: Any) -> Any:
+    """Return the value for the only kind of layers."""
+    if isinstance(value, Mapping):
+        (value,) = value.values()
+    return value
+
+
+def _either(arguments: Mapping[str, Any], name: str, earlier: str) -> Any:
+    """Return an argument by its name in transformers 5.24, or in earlier versions."""
+    value = arguments.get(name)
+    return arguments[earlier] if value is None else value

@@ -351,7 +351,9 @@ class MtaForCausalLM(MtaPreTrainedModel, GenerationMixin):
         """Make transformers' manager of continuous batching; ``generate_batch`` calls it.
 
         Args:
-            generation_config, continuous_batching_config, **kwargs: as in transformers.
+            generation_config: as in transformers.
+            continuous_batching_config: as in transformers, without ``cpu_offload_space``.
+            **kwargs: as in transformers.
 
         Raises:
             InputError: the configuration moves requests to the CPU.

@@ -92,8 +92,8 @@ def _edges(mask: Mask, first_position: Expr, last_position: Expr) -> Iterator[Ed
     if (first := mask.first_key(last_position)) is not None:
         limit = sympy.Symbol("visible_from", integer=True)
         hides, sees = Comparison(J0, "<", limit), Comparison(KEY, ">=", limit)
-        yield Edge(limit.name, first, "the first key that all queries see", hides, sees)
+        yield Edge(limit.name, first, "all query rows that the filter reads see keys from here on", hides, sees)
     if (last := mask.last_key(first_position)) is not None:
         limit = sympy.Symbol("visible_to", integer=True)
         hides, sees = Comparison(J0 + BLOCK_N, ">", limit), Comparison(KEY, "<", limit)
-        yield Edge(limit.name, last + 1, "the first key after them that is hidden from some query", hides, sees)
+        yield Edge(limit.name, last + 1, "all query rows that the filter reads see keys before it", hides, sees)

@@ -27,9 +27,9 @@ ALL_HEADS = sympy.Symbol("all_heads", integer=True, positive=True)
 BEGIN, END, FIRST, LAST = sympy.symbols("begin end first last", integer=True, nonnegative=True)  # rows of a chunk
 
 
-# Axes of tensors that are read by tiles, without the last axis, by their number.
+# Number of a tensor's axes -> their names, without the last axis, for tensors that are read by tiles.
 AXES = {4: ("b", "h", "n"), 3: ("slot", "row")}
-# The same for tensors that hold packed documents, by the number of axes that a batch would have.
+# As AXES, for tensors of packed documents; the number is that of a batch's tensor.
 PACKED_AXES = {4: ("n", "h"), 3: ("slot", "row")}
 # Rows or keys of a document in one entry of a schedule of packed documents. Block sizes of kernels divide it.
 DOCUMENT_TILE = 128
@@ -309,9 +309,7 @@ class _Maker:
         return DOCUMENT_TILE // block * (ROW_TILES if owner == "rows" else KEY_TILES)
 
     def _lengths(self, owner: str) -> tuple[Argument, ...]:
-        """Return the arguments that give a program the lengths of its sequence, or its packed
-        document.
-        """
+        """Return the arguments for the lengths of a program's sequence, or for its packed document."""
         if not self._spec.packed:
             return numbers("int32", "n_q", "n_k")
         tiles = {"rows": "row_tiles", "keys": "key_tiles"}[owner]
@@ -322,8 +320,9 @@ class _Maker:
         return strided(*names, axes=PACKED_AXES[4] if self._spec.packed else AXES[4])
 
     def _tiled(self, name: str, block: tuple[str, str], axes: int = 4) -> Argument:
-        """Return the argument for a tensor that is accessed by tiles; a packed document is a matrix
-        of it.
+        """Return the argument for a tensor that is accessed by tiles.
+
+        If the tensor holds packed documents, each document is a matrix of it.
         """
         if self._spec.packed:
             return Argument(name, "matrices", axes=PACKED_AXES[axes])

@@ -100,7 +100,8 @@ class RowFormula:
         """Lines of the source's comment."""
         mixed = "M x" if self.stages.mix else "x"
         probabilities = f"N softmax({mixed})" if self.mixes_results else f"softmax({mixed})"
-        yield "Rows of planes [slot, r, j] of a strip, a slot for each head. In each row of heads that mix:"
+        yield "A strip is a block of rows of scores. Its planes [slot, r, j] have slots of heads, rows r and keys j;"
+        yield "rows are `pitch` elements apart, a multiple of 64. In each row of heads that mix:"
         match self.role:
             case "softmax" | "decode_softmax":
                 yield f"out = {probabilities}, over keys; and lse of rows from `skip` on."
@@ -113,11 +114,13 @@ class RowFormula:
             case "post_mix_backward":
                 yield "out = N x, dy becomes N^T dy, both zeros in rows before `skip`; and the gradient of N."
             case _:
-                yield f"dx, the gradient of x, from g, that of {probabilities}; and gradients of matrices."
+                yield f"dx, the gradient of x, from g, the gradient of {probabilities}; and gradients of matrices."
+                yield "x holds scores in fp16; g and dx have the dtype of q; dx is the gradient of unscaled scores."
         if self.drops:
             gradient = ", and first to their gradient" if self.backward else ""
             yield f"Dropout applies last to probabilities{gradient}; those that it keeps are multiplied by keep_scale."
         if self.sums_matrices:
-            yield "Each CTA has its own partial sums of a matrix's gradient."
+            yield "Each CTA adds its part of a matrix's gradient to its own sums, which the caller sets to zero first:"
+            yield "(bundles of heads, PROGRAMS, 16, 16) fp32."
         scales = [f"scores times {SCORE_SCALE}"] * self.reads_scores + [f"probabilities times {PROBABILITY_SCALE}"]
         yield f"Planes of fp16 hold {', and '.join(scales)}."

@@ -1,4 +1,4 @@
-"""CUDA kernels of the lowering "strip" for rows: mixtures of heads by mma instructions, and the
+"""CUDA kernels of the lowering "strip" for rows: mixings of heads by mma instructions, and the
 softmax.
 
 A CTA owns a row of up to 16 heads that mix with each other, and loops over the row's keys once or
@@ -58,7 +58,7 @@ ROLES = tuple(_ROLES)
 
 @dataclass(frozen=True)
 class RowKernel(StripSource):
-    """The kernel of a mixture or a softmax of rows.
+    """The kernel of a mixing or a softmax of rows.
 
     Attributes:
         spec: the request.

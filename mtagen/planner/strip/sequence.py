@@ -13,7 +13,7 @@ from ..kernel import Argument, numbers, reads
 from ..targets import get_target
 from .documents import TILE, begin_multiple
 
-NO_LIMIT = -1  # keys that a query sees on a side that nothing hides, in kernels
+NO_LIMIT = -1  # stands in kernels for a window side without a limit
 # The kernel's arguments from which each struct is made; a kernel may lack some.
 _ARGUMENTS = {
     "Batch": ("count", "keys", "off", "first", "key0"),
@@ -48,30 +48,30 @@ class StripSequence:
 
     @property
     def seen_behind(self) -> int:
-        """Number of keys before its own position that a query sees; NO_LIMIT is no limit."""
+        """Number of keys before its own position that a query sees; NO_LIMIT if there is no limit."""
         left = Mask.of(self.spec).left
         return NO_LIMIT if left is None else left
 
     @property
     def seen_ahead(self) -> int:
-        """Number of keys after its own position that a query sees; NO_LIMIT is no limit."""
+        """Number of keys after its own position that a query sees; NO_LIMIT if there is no limit."""
         right = Mask.of(self.spec).right
         return NO_LIMIT if right is None else right
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of arguments from which the struct is made. Pointers among them lead to ints."""
+        """Names of the arguments of the struct's constructor. Pointers among them point to ints."""
         return _ARGUMENTS[self.struct]
 
     def made_from(self, names: Container[str]) -> tuple[str, ...]:
-        """Return the names of the arguments from which the struct is made.
+        """Return the kernel's arguments that it passes to the struct's constructor.
 
         Args:
             names: the names of all arguments of the kernel.
         """
         needed = self.names
         if self.struct == "Step" and "n_k" not in names:
-            needed = tuple("keys" if name == "n_k" else name for name in needed)  # the longest sequence
+            needed = tuple("keys" if name == "n_k" else name for name in needed)  # planes hold all keys
         return tuple(name for name in needed if name in names)
 
     def arguments(self, *more: str, skips: bool = True) -> tuple[Argument, ...]:
@@ -79,7 +79,8 @@ class StripSequence:
 
         Args:
             more: names of the other numbers.
-            skips: whether rows before ``skip`` differ from others. With documents they always do.
+            skips: whether the kernel takes ``skip``, before which rows are context only. Kernels for
+                documents always take it.
         """
         if self.spec.packed:
             return (*reads("int", "documents"), *numbers("int", "count", "keys", "place0", "skip", "pitch", *more))

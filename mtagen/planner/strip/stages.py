@@ -1,4 +1,4 @@
-"""The stages of a pipeline as strips compute them: convolutions, mixtures, bundles of heads,
+"""The stages of a pipeline as strips compute them: convolutions, mixings, bundles of heads,
 planes.
 """
 
@@ -77,7 +77,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Mixture:
-    """One mixture of heads.
+    """One mixing of heads.
 
     Attributes:
         weight: name of its matrices.
@@ -108,7 +108,7 @@ class Stages:
             return None
         (cq, ck), final = self.spec.kernels[weight], name != "convolution"
         scale = PROBABILITY_SCALE if final else SCORE_SCALE
-        factor = 1.0 if self.post_mix or not final else 1 / scale  # a mixture divides by the scale itself
+        factor = 1.0 if self.post_mix or not final else 1 / scale  # a mixing divides by the scale itself
         title, padding = f"The convolution {when}", self.spec.padding(ck)
         reach = cq - 1 if Mask.of(self.spec).zeroes_terms else 0
         return Convolution(name, weight, title, cq, ck, *padding, final, scale, factor, reach)
@@ -135,24 +135,24 @@ class Stages:
 
     @property
     def mix(self) -> Mixture | None:
-        """The mixture before the softmax, or None."""
+        """The mixing before the softmax, or None."""
         return Mixture("head_weight", self.spec.mixed_heads) if self.spec.mixed_heads else None
 
     @property
     def post_mix(self) -> Mixture | None:
-        """The mixture after the softmax, or None."""
+        """The mixing after the softmax, or None."""
         return Mixture("post_head_weight", self.spec.post_mixed_heads) if self.spec.post_mixed_heads else None
 
     @property
     def post_is_separate(self) -> bool:
-        """Whether probabilities are stored, for a convolution, or for a mixture that does not fit
+        """Whether probabilities are stored, for a convolution, or for a mixing that does not fit
         mix's bundles.
         """
         return self.post_convolution is not None or (self.post_mix is not None and self._closed > MAX_MIXED_HEADS)
 
     @property
     def separate_post_mix(self) -> bool:
-        """Whether the mixture after the softmax has its own kernel."""
+        """Whether the mixing after the softmax has its own kernel."""
         return self.post_mix is not None and self.post_is_separate
 
     @property
@@ -174,7 +174,7 @@ class Stages:
         """Roles of the kernels that apply dropout.
 
         They are the last kernel that writes probabilities and the first one that has their
-        gradients. In the backward pass, the kernel of the mixture or of the softmax is both.
+        gradients. In the backward pass, the kernel of the mixing or of the softmax is both.
         """
         if not self.spec.dropout:
             return ()
@@ -186,11 +186,11 @@ class Stages:
 
     @property
     def mixes_after_alone(self) -> bool:
-        """Whether a mixture after the softmax is the only stage, except maybe a convolution before
+        """Whether a mixing after the softmax is the only stage, except maybe a convolution before
         the softmax.
 
         Then outputs may be mixed instead of probabilities (:mod:`.concatenation`). Dropout follows
-        the mixture, so with dropout the probabilities themselves must be mixed.
+        the mixing, so with dropout the probabilities themselves must be mixed.
         """
         alone = self.post_mix is not None and self.mix is None and self.post_convolution is None
         return alone and not self.spec.dropout
@@ -223,7 +223,7 @@ class Stages:
 
     @property
     def post_heads(self) -> int:
-        """Number of heads of a bundle in the kernels of a separate mixture after the softmax."""
+        """Number of heads of a bundle in the kernels of a separate mixing after the softmax."""
         return _bundle(self.spec.post_mixed_heads or 1) if self.separate_post_mix else self.heads
 
     @property

@@ -304,7 +304,7 @@ def backward_candidates(spec: Spec, target: Target) -> list[TileBackward]:
     check_supported(spec, target)
     if spec.value_head_dim != spec.head_dim:
         rule = "the fused backward kernel needs value_head_dim equal to head_dim"
-        raise PlanError(explain("value_head_dim", spec.value_head_dim, rule, spec.head_dim))
+        raise PlanError(explain("value_head_dim", spec.value_head_dim, rule, f"{spec.head_dim}, or backend='triton'"))
     if not sums_are_fused(spec):
         rule = "the fused backward kernel sums gradients of parameters of heads that are added to scores"
         raise PlanError(explain("parameters", spec.parameters, rule, "backend='triton'"))

@@ -87,7 +87,7 @@ class TileForward(TilePass):
 
     @property
     def cost(self) -> float:
-        """Modelled multiprocessor cycles per score that counts."""
+        """Modelled multiprocessor cycles per owned score."""
         geometry = self.geometry
         dims, target = self.spec.head_dim + self.spec.value_head_dim, get_target(self.target)
         rate = target.tensor_flop_per_cycle if self.hopper else target.mma_flop_per_cycle
@@ -105,8 +105,8 @@ class TileForward(TilePass):
     def split(self) -> SplitForward | None:
         """The kernel for calls whose keys are split, if there is one.
 
-        There is none for packed documents, whose blocks come from a schedule, and none with
-        dropout, whose groups of keys a split would have to begin with.
+        There is none for packed documents, because their blocks come from a schedule. There is none
+        with dropout, because a split would have to begin at a multiple of 16 keys (DROPOUT_GROUP).
         """
         if self.spec.packed or self.spec.dropout:
             return None
@@ -145,7 +145,7 @@ class TileForward(TilePass):
 
     @property
     def references(self) -> References:
-        """How far the references of rows may be from the rows' maxima."""
+        """How far a row's reference, which is subtracted from its exponents, may be from its maximum."""
         return References.of(self.spec)
 
     @cached_property
@@ -328,10 +328,11 @@ class SplitForward(TileForward):
         """The number of CTAs of a call that is not split, and the number of CTAs that fit the GPU
         at once.
 
-        If later rows see more keys, some splits have none. If a fraction h of the keys is hidden
-        from the mean row, the n splits of a block of rows are n (1 - h) + h CTAs with keys. So a
-        CTA counts as 1 - h CTAs, and h slots are subtracted for each. Both numbers are multiplied
-        by 2 n_k, which makes them integers.
+        If later rows see more keys, some splits have no keys. Let h be the fraction of keys that is
+        hidden from the mean row. The n splits of a block of rows are then n (1 - h) + h CTAs with
+        keys. So n splits fit if ctas (n (1 - h) + h) <= slots, which is n ctas (1 - h) <= slots -
+        ctas h. This method returns ctas (1 - h) and slots - ctas h, both multiplied by 2 n_k, which
+        makes them integers.
         """
         n_q, n_k = symbols("n_q n_k", integer=True, positive=True)  # positive: a launch has queries and keys
         ctas, slots = BATCH * HEADS * ceiling(n_q / self.geometry.owned), self.rule.slots

@@ -4,8 +4,8 @@
 
 // ---- Blocks of a row: BLOCK_KEYS keys of 16 heads, one block per warp ----------------------------------------------
 //
-// A block lies in shared memory, a line of 128 bytes for each head, whose columns of 16 bytes are exchanged by head %
-// 8. Eight lanes copy a line. __syncwarp makes copies visible to the other lanes.
+// A block lies in shared memory, a line of 128 bytes for each head. The number of each column of 16 bytes is XORed with
+// head % 8. Eight lanes copy a line. __syncwarp makes copies visible to the other lanes.
 constexpr int BLOCK_KEYS = 64, MAX_HEADS = 16, TILES_OF_BLOCK = 4;
 constexpr int LINE = BLOCK_KEYS * 2, BLOCK_BYTES = MAX_HEADS * LINE;
 

@@ -26,8 +26,8 @@ DEVICE float softmax_exponent(float scale, float score_scale) {
   return fmaxf(fabsf(scale) * (LOG2_E / score_scale), 1e-20f);
 }
 
-// Rows 2 lane_row and 2 lane_row + 1 of a warp's 16. Their scores are those that the softmax takes: a restart looks for
-// the maximum of these.
+// Rows 2 lane_row and 2 lane_row + 1 of a warp's 16. The scores passed in are final (after modify): restart() takes
+// their maximum.
 template <class Element>
 struct Softmax {
   float exponent;                                 // a score times this is the exponent of 2
@@ -38,8 +38,8 @@ struct Softmax {
   // Begins a tile.
   DEVICE void begin() { added[0] = added[1] = 0.f; }
 
-  // Computes the probabilities of 8 columns of both rows, one half of an A operand. There is no fmaf(), because the
-  // compiler fuses the sum with a product that computes the score if `exponent` is 1.
+  // Computes the probabilities of 8 columns of both rows, one half of an A operand. Not fmaf(): where `exponent` is
+  // the constant 1, the compiler can instead fuse the addition with the product that produced c.
   DEVICE void add_columns(u32 (&p)[4], bool high, const float* c) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -46,7 +46,7 @@ DEVICE void load_tile(u32 tile, Rows rows, int first, int n_rows, int thread) {
     }
 }
 
-// The same from a tensor whose rows lie one after the other.
+// Loads a tile from a tensor whose rows are `stride` elements apart.
 template <int ROWS, int COLUMNS, int COPIERS, class Element>
 DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
   load_tile<ROWS, COLUMNS, COPIERS>(tile, TensorRows<Element>{from, stride}, first, n_rows, thread);

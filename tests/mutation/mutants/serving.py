@@ -1,0 +1,99 @@
+"""Pages of keys and rings of earlier queries."""
+
+from __future__ import annotations
+
+from ..mutant import Mutant
+
+RINGS, PAGES, BATCHING = "mtagen/serving.py", "mtagen/ops/pages.py", "mtagen/transformers/batching.py"
+SERVING, PAGED = "tests/test_serving.py", "tests/test_paged.py"
+
+MUTANTS = (
+    Mutant(
+        "rings-are-read-after-the-step",
+        RINGS,
+        "torch.where(step.is_open[..., None, None], open_pages, self.queries[step.page, step.slot])",
+        "self.queries[step.page, step.slot]",
+        "New queries have taken the slots of earlier ones in the page that a request goes on filling.",
+        (SERVING,),
+    ),
+    Mutant(
+        "rings-are-read-before-the-step",
+        RINGS,
+        "torch.where(step.is_open[..., None, None], open_pages, self.queries[step.page, step.slot])",
+        "open_pages",
+        "A shared page that another request fills in the same step is read before it is full.",
+        (SERVING,),
+    ),
+    Mutant(
+        "rings-have-no-spare-slots",
+        RINGS,
+        "spec.context + spare if spec.context else 0",
+        "spec.context",
+        "After tokens are taken back, their queries have overwritten what the next ones need.",
+        (SERVING,),
+    ),
+    Mutant(
+        "rings-keep-the-first-queries-of-a-step",
+        RINGS,
+        "is_real & (full - position <= rings.slots)",
+        "is_real & (position % size < rings.slots)",
+        "Of tokens that share a slot not the last one stays.",
+        (SERVING,),
+    ),
+    Mutant(
+        "rings-before-the-start-are-read",
+        RINGS,
+        "earlier.masked_fill(~step.exists[..., None, None], 0)",
+        "earlier",
+        "What a ring holds of other tokens counts as queries before the first token.",
+        (SERVING,),
+    ),
+    Mutant(
+        "padding-is-stored",
+        RINGS,
+        "is_real & (full - position <= rings.slots)",
+        "full - position <= rings.slots",
+        "Tokens after the last request overwrite the rings of its pages.",
+        (SERVING,),
+    ),
+    Mutant(
+        "keys-of-the-next-page",
+        PAGES,
+        "table[request, place // size], 0)",
+        "table[request, (place + 1) // size], 0)",
+        "The last key of a page is read from the page after it.",
+        (PAGED,),
+    ),
+    Mutant(
+        "slots-behind-the-last-key-are-read",
+        PAGES,
+        "cu_seq_k = torch.cat([ends.new_zeros(1), ends])",
+        "cu_seq_k = torch.cat([ends.new_zeros(1), ends + 1])",
+        "Requests see what the places after their last keys hold.",
+        (PAGED,),
+    ),
+    Mutant(
+        "rows-before-the-start-count",
+        PAGES,
+        "q = q.masked_fill(before[:, None, None], 0)",
+        "q = q",
+        "What stands in rows before a request's start, which may be NaN, changes its results.",
+        (PAGED,),
+    ),
+    Mutant(
+        "earlier-rows-are-results",
+        PAGES,
+        "return rows + (_owner(ends, rows) + 1) * context",
+        "return rows + _owner(ends, rows) * context",
+        "Results begin with those of the earlier queries.",
+        (PAGED,),
+    ),
+    Mutant(
+        "blocks-are-copied-without-rings",
+        BATCHING,
+        "copy(sources, targets)\n        then(sources, targets)",
+        "copy(sources, targets)",
+        "Samples of one prompt begin without the prompt's last queries.",
+        ("tests/test_batching.py::test_several_samples_of_a_prompt",),
+    ),
+)

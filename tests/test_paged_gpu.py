@@ -1,0 +1,73 @@
+"""Calls on pages on a GPU: the bits of ``varlen``, and CUDA graphs that are replayed with other requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from paged import as_varlen, draw
+from torch import Tensor
+
+import mtagen
+
+pytestmark = pytest.mark.gpu
+
+REQUESTS = ((1, 1), (3, 200), (0, 70), (160, 160), (1, 330), (50, 400), (0, 0), (1, 17))
+OTHERS = ((2, 90), (1, 3), (0, 0), (100, 350), (7, 7), (1, 260), (1, 16), (0, 40))
+EVERYTHING = {"kernel": (3, 4), "mixed_heads": 4, "post_kernel": (2, 3), "post_mixed_heads": 2}
+PIPELINES: dict[str, dict[str, Any]] = {
+    "plain": {"kernel": None},
+    "convolution": {"kernel": (6, 11)},
+    "window": {"kernel": (6, 11), "window": (100, 0)},
+    "everything": EVERYTHING,
+}
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("stages", PIPELINES.values(), ids=PIPELINES)
+def test_has_the_bits_of_varlen(stages: dict[str, Any], backend: Any) -> None:
+    op = mtagen.build(**{"head_dim": 64} | stages, backend=backend)
+    given = draw(op.plan.spec, REQUESTS, 16, dtype=torch.bfloat16, device="cuda")
+    with torch.inference_mode():
+        out = op.paged(**given.arguments)
+        assert torch.equal(out, as_varlen(op, given))
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_a_captured_call_serves_other_requests(backend: Any) -> None:
+    op = mtagen.build((6, 11), 64, backend=backend)
+    first, second = (
+        draw(op.plan.spec, requests, 32, dtype=torch.bfloat16, device="cuda", spare_pages=60 - pages)
+        for requests, pages in ((REQUESTS, _pages(REQUESTS)), (OTHERS, _pages(OTHERS)))
+    )
+    rows = max(len(given.arguments["q"]) for given in (first, second))
+    width = max(given.arguments["block_table"].shape[1] for given in (first, second))
+    largest = {"max_q": 200, "max_k": 400}
+
+    def padded(given: dict[str, Any]) -> dict[str, Any]:
+        q, table = given["q"], given["block_table"]
+        more = torch.full((rows - len(q), *q.shape[1:]), torch.nan, dtype=q.dtype, device="cuda")
+        wide = torch.nn.functional.pad(table, (0, width - table.shape[1]), value=-1)
+        return given | largest | {"q": torch.cat([q, more]), "block_table": wide}
+
+    held, others = padded(first.arguments), padded(second.arguments)
+    others |= {name: held[name] for name in op.plan.spec.weight_names}
+    with torch.inference_mode():
+        expected = op.paged(**others)
+        op.paged(**held)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = op.paged(**held)
+        for name, x in others.items():
+            if isinstance(x, Tensor):
+                held[name].copy_(x)
+        graph.replay()
+    count = sum(new for new, _ in OTHERS)
+    assert torch.equal(out[:count], expected[:count])
+    assert not out[count:].any()
+
+
+def _pages(requests: tuple[tuple[int, int], ...]) -> int:
+    return sum(-(-keys // 32) for _, keys in requests)
