@@ -34,7 +34,7 @@ class Step:
         lengths: ``(requests,)`` int32, tokens of each request, the new ones included.
         rows: ``(total,)``, the row of each new query.
         earlier: ``(requests, context)``, the rows of the earlier queries.
-        exists: ``(requests, context)``, whether the request has so many tokens.
+        exists: ``(requests, context)``, whether it exists: the request has that many tokens before its new ones.
         is_open: ``(requests, context)``, whether the earlier query lies in the page that the
             request's new tokens go on filling.
         page, slot: ``(requests, context)``, where the earlier queries lie.

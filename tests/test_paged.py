@@ -47,6 +47,33 @@ def test_has_the_bits_of_varlen(stages: dict[str, Any]) -> None:
     assert torch.equal(called(op, given), as_varlen(op, given))
 
 
+@every_pipeline
+@pytest.mark.parametrize("new", [1, 3, 9])
+def test_requests_with_as_many_rows(stages: dict[str, Any], new: int) -> None:
+    op = built(**stages)
+    requests = [(new, keys) for keys in (new, 20, 33, 40)]
+    given = draw(op.plan.spec, requests, 16)
+    out = called(op, given, cu_seq_q=None)
+    torch.testing.assert_close(out, expected(op.plan.spec, requests, given), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        called(op, given, cu_seq_q=None, return_lse=True)[1], called(op, given, return_lse=True)[1]
+    )
+
+
+@every_pipeline
+def test_has_the_bits_of_decode(stages: dict[str, Any]) -> None:
+    op = built(**stages)
+    requests = [(2, keys) for keys in (2, 20, 33, 40)]
+    given = draw(op.plan.spec, requests, 16, dtype=torch.float32)
+    caches = torch.full((2, 4, 2, 40, 16), torch.nan)
+    for number, (_, k, v) in enumerate(given.sequences):
+        for cache, x in zip(caches, (k, v), strict=True):
+            cache[number, :, : len(x)] = x.transpose(0, 1)
+    tail = given.arguments["q"].unflatten(0, (4, -1)).transpose(1, 2)
+    out = op.decode(tail, *caches, **given.weights, cache_seqlens=given.arguments["lengths"])
+    assert torch.equal(called(op, given, cu_seq_q=None), out.transpose(1, 2).flatten(0, 1))
+
+
 def test_the_order_of_pages_changes_no_bit() -> None:
     op = built()
     given = draw(op.plan.spec, REQUESTS, 8)
@@ -105,6 +132,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "rows of request 0: got 4; a request",
     ),
     "more queries than keys": ({"lengths": torch.tensor([2, 2], dtype=torch.int32)}, "rows of request 1: got 8;"),
+    "other rows than max_q": ({"cu_seq_q": None, "max_q": 8}, "rows of q: got 14; without cu_seq_q each of 2 requests"),
     "gradients": ({"q": torch.zeros(14, 4, 16, requires_grad=True)}, "calls on pages compute no gradients"),
 }
 

@@ -36,6 +36,24 @@ def test_has_the_bits_of_varlen(stages: dict[str, Any], backend: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("stages", PIPELINES.values(), ids=PIPELINES)
+def test_steps_of_single_tokens(stages: dict[str, Any], backend: Any) -> None:
+    op = mtagen.build(**{"head_dim": 64} | stages, backend=backend)
+    requests = [(1, keys) for keys in (1, 17, 200, 330)]
+    given = draw(op.plan.spec, requests, 16, dtype=torch.bfloat16, device="cuda")
+    with torch.inference_mode():
+        out = op.paged(**given.arguments | {"cu_seq_q": None})
+        caches = torch.full((2, 4, 2, 330, 64), torch.nan, dtype=torch.bfloat16, device="cuda")
+        for number, (_, k, v) in enumerate(given.sequences):
+            for cache, x in zip(caches, (k, v), strict=True):
+                cache[number, :, : len(x)] = x.transpose(0, 1)
+        tail = given.arguments["q"].unflatten(0, (4, -1)).transpose(1, 2)
+        lengths = given.arguments["lengths"]
+        expected = op.decode(tail, *caches, **given.weights, cache_seqlens=lengths)
+    assert torch.equal(out, expected.transpose(1, 2).flatten(0, 1))
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_a_captured_call_serves_other_requests(backend: Any) -> None:
     op = mtagen.build((6, 11), 64, backend=backend)
     first, second = (

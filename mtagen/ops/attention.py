@@ -21,11 +21,11 @@ from ..dtypes import TORCH_DTYPES
 from ..errors import BackendError, InputError, explain
 from ..planner import BACKENDS, Plan, plan
 from ..runtime.load import Passes, compile_kernels, load, plan_key
-from ..spec import DType, Spec
+from ..spec import MAX_NEW_TOKENS, DType, Spec
 from . import library
 from .checks import check_call, check_decode, check_heads, check_slots, check_varlen
 from .executor import Executor
-from .pages import Pages, as_documents, check_paged, new_rows
+from .pages import Pages, as_caches, as_documents, check_paged, new_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing itself from Python 3.11 on
@@ -56,7 +56,7 @@ class _VarlenOptions(_CallOptions):
 
 class _PagedOptions(_Options):
     block_table: Tensor
-    cu_seq_q: Tensor
+    cu_seq_q: Tensor | None
     lengths: Tensor
     max_q: int
     max_k: int
@@ -492,7 +492,7 @@ class AttentionOp:
         weight: Tensor | None = None,
         *,
         block_table: Tensor,
-        cu_seq_q: Tensor,
+        cu_seq_q: Tensor | None,
         lengths: Tensor,
         max_q: int,
         max_k: int,
@@ -507,8 +507,9 @@ class AttentionOp:
         """Compute the new queries of several requests, whose keys and values lie in pages.
 
         A request may have any number of new queries: a chunk of a prompt, or one token, or none.
-        The keys of the requests are copied from their pages, and the kernels for packed documents
-        compute the rest (:meth:`varlen`). :class:`mtagen.serving.Rings` keeps the earlier queries.
+        The keys of the requests are copied from their pages. Then the kernels of :meth:`decode`
+        compute the outputs if ``cu_seq_q`` is None and there are 1..8 new queries of each request,
+        else those of :meth:`varlen`. :class:`mtagen.serving.Rings` keeps the earlier queries.
 
         Args:
             q: ``(total, H, D)``, the requests' rows one request after another: the ``context``
@@ -524,7 +525,7 @@ class AttentionOp:
             block_table: ``(requests, width)`` int32 on q's device: the pages of each request in
                 order. Entries after its last page may hold anything.
             cu_seq_q: ``(requests + 1,)`` int32, where each request's rows begin, and where the last
-                request ends. Rows after that end are padding.
+                request ends. Rows after that end are padding. None: each request has ``max_q`` rows.
             lengths: ``(requests,)`` int32, keys of each request; 0 for no request.
             max_q: rows of the longest request, or more.
             max_k: keys of the longest request, or more. On a GPU the copies have room for ``max_k``
@@ -544,12 +545,19 @@ class AttentionOp:
         given = (weight, head_weight, post_weight, post_head_weight)
         pages = Pages(block_table, cu_seq_q, lengths, max_q, max_k)
         weights = check_paged(self._spec, self.dtypes, q, k_pages, v_pages, given, pages)
+        scale, new = resolve_scale(scale, self._spec.head_dim), max_q - self._spec.context
+        if cu_seq_q is None and 1 <= new <= MAX_NEW_TOKENS and len(lengths):
+            tail = q.view(len(lengths), max_q, *q.shape[1:]).transpose(1, 2)
+            caches = as_caches(k_pages, v_pages, pages)
+            weights += check_slots(self._spec, tail, caches[0], sink, parameters)
+            out, lse = library.run("decode", tail, *caches, *weights, lengths, scale, 0, self._key)
+            out, lse = out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)
+            return (out, lse) if return_lse else out
         q, k, v, documents = as_documents(q, k_pages, v_pages, pages, self._spec.context)
         weights += check_slots(self._spec, q, k, sink, parameters, len(lengths))
-        scale = resolve_scale(scale, self._spec.head_dim)
         out, lse = library.run("forward", q, k, v, *weights, scale, self._key, *documents, None, 0.0)
         if self._spec.context:
-            rows = new_rows(cu_seq_q, len(q), self._spec.context)
+            rows = new_rows(documents.cu_seq_q, len(q), self._spec.context)
             out, lse = out[rows], lse[:, rows]
         return (out, lse) if return_lse else out
 

@@ -22,17 +22,26 @@ class Pages(NamedTuple):
 
     Attributes:
         block_table: (requests, width) int32, the pages of each request in order.
-        cu_seq_q: (requests + 1,) int32, where the rows of each request begin among the queries.
+        cu_seq_q: (requests + 1,) int32, where the rows of each request begin among the queries; None if
+            each has ``max_q`` rows.
         lengths: (requests,) int32, keys of each request.
         max_q: rows of the longest request, or more.
         max_k: keys of the longest request, or more.
     """
 
     block_table: Tensor
-    cu_seq_q: Tensor
+    cu_seq_q: Tensor | None
     lengths: Tensor
     max_q: int
     max_k: int
+
+    @property
+    def boundaries(self) -> Tensor:
+        """Where the rows of each request begin, and where those of the last end."""
+        if self.cu_seq_q is not None:
+            return self.cu_seq_q
+        requests = torch.arange(len(self.lengths) + 1, device=self.lengths.device, dtype=torch.int32)
+        return requests * self.max_q
 
 
 def check_paged(
@@ -86,9 +95,15 @@ def check_paged(
 def _check_requests(pages: Pages, size: int, count: int, q: Tensor, context: int) -> None:
     """Check the table, boundaries and lengths of a call whose ``count`` pages have ``size`` tokens each."""
     table, cu_seq_q, lengths, max_q, max_k = pages
-    check_boundaries(("cu_seq_q", cu_seq_q), ("max_q", max_q), len(q), q.device)
-    requests = len(cu_seq_q) - 1
     check_dense((("block_table", table), ("lengths", lengths)))
+    if cu_seq_q is None:
+        requests = len(lengths)
+        if isinstance(max_q, bool) or not isinstance(max_q, (int, torch.SymInt)) or len(q) != requests * max_q:
+            rule = f"without cu_seq_q each of {requests} requests has max_q={max_q} rows"
+            raise InputError(explain("rows of q", len(q), rule, "requests * max_q, or cu_seq_q=..."))
+    else:
+        check_boundaries(("cu_seq_q", cu_seq_q), ("max_q", max_q), len(q), q.device)
+        requests = len(cu_seq_q) - 1
     for name, x, shape in (("block_table", table, (requests, "width")), ("lengths", lengths, (requests,))):
         fits = x.ndim == len(shape) and len(x) == requests
         if not (fits and x.dtype == torch.int32 and x.device == q.device):
@@ -103,7 +118,7 @@ def _check_requests(pages: Pages, size: int, count: int, q: Tensor, context: int
         raise InputError(explain("rows of q", len(q), rule, f"{requests * context} or more"))
     if not (q.is_cpu and type(q) is Tensor and not torch.compiler.is_compiling()):
         return
-    for request, (rows, keys) in enumerate(zip(cu_seq_q.diff().tolist(), lengths.tolist(), strict=True)):
+    for request, (rows, keys) in enumerate(zip(pages.boundaries.diff().tolist(), lengths.tolist(), strict=True)):
         if not 0 <= keys <= max_k:
             raise InputError(explain(f"lengths[{request}]", keys, "must be a number of keys", f"0..{max_k}"))
         if not context <= rows <= context + keys:
@@ -123,8 +138,8 @@ def as_documents(
     keys of each request, so that their shape does not depend on lengths, and a CUDA graph can be
     replayed with others.
     """
-    table, cu_seq_q, lengths, max_q, max_k = pages
-    size, requests = k_pages.shape[1], len(lengths)
+    table, _, lengths, max_q, max_k = pages
+    size, requests, cu_seq_q = k_pages.shape[1], len(lengths), pages.boundaries
     ends = lengths.cumsum(0, dtype=torch.int32)
     cu_seq_k = torch.cat([ends.new_zeros(1), ends])
     total = int(ends[-1:].sum()) if q.is_cpu else requests * max_k
@@ -139,6 +154,14 @@ def as_documents(
         before = lengths[owner] < cu_seq_q[1:][owner] - row
         q = q.masked_fill(before[:, None, None], 0)
     return q, k, v, Documents(cu_seq_q, cu_seq_k, max_q, max_k)
+
+
+def as_caches(k_pages: Tensor, v_pages: Tensor, pages: Pages) -> list[Tensor]:
+    """Return keys and values copied from their pages to caches (requests, Hkv, max_k, D)."""
+    size = k_pages.shape[1]
+    place = torch.arange(pages.max_k, device=k_pages.device, dtype=torch.int32)
+    page = torch.where(place < pages.lengths[:, None], pages.block_table[:, place // size], 0)
+    return [x[page, place % size].transpose(1, 2) for x in (k_pages, v_pages)]
 
 
 def new_rows(cu_seq_q: Tensor, total: int, context: int) -> Tensor:

@@ -89,6 +89,14 @@ MUTANTS = (
         (PAGED,),
     ),
     Mutant(
+        "caches-of-the-next-page",
+        PAGES,
+        "pages.block_table[:, place // size], 0)",
+        "pages.block_table[:, (place + 1) // size], 0)",
+        "The last key of a page is read from the page after it, in steps of single tokens.",
+        (PAGED,),
+    ),
+    Mutant(
         "blocks-are-copied-without-rings",
         BATCHING,
         "copy(sources, targets)\n        then(sources, targets)",
