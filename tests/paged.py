@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -113,3 +114,23 @@ def as_varlen(op: AttentionOp, given: Paged) -> Tensor:
         max_k=arguments["max_k"],
     )
     return torch.cat([rows[context:] for rows in out.split(counts)])
+
+
+def assert_alone_alike(op: AttentionOp, given: Paged, out: Tensor) -> None:
+    """Assert that each request alone, in a table of its own width, has the bits that it has among others."""
+    context, arguments = op.plan.spec.context, given.arguments
+    starts = arguments["cu_seq_q"].tolist()
+    for number, (begin, end) in enumerate(pairwise(starts)):
+        keys = int(arguments["lengths"][number])
+        if end - begin == context:
+            continue
+        one = {
+            "q": arguments["q"][begin:end],
+            "block_table": arguments["block_table"][number : number + 1],
+            "cu_seq_q": torch.tensor([0, end - begin], dtype=torch.int32, device=out.device),
+            "lengths": arguments["lengths"][number : number + 1],
+            "max_q": end - begin,
+            "max_k": keys,
+        }
+        first = begin - number * context
+        assert torch.equal(op.paged(**arguments | one), out[first : first + end - begin - context]), number

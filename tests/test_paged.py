@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged import Paged, as_varlen, draw, expected
+from paged import Paged, as_varlen, assert_alone_alike, draw, expected
 
 import mtagen
 from mtagen import InputError
@@ -83,6 +83,13 @@ def test_the_order_of_pages_changes_no_bit() -> None:
     moved = torch.where(table < len(to), to[table.clamp(max=len(to) - 1)], table)
     pages = {name: given.arguments[name][order] for name in ("k_pages", "v_pages")}
     assert torch.equal(called(op, given), called(op, given, block_table=moved, **pages))
+
+
+@every_pipeline
+def test_other_requests_change_no_bit(stages: dict[str, Any]) -> None:
+    op = built(**stages)
+    given = draw(op.plan.spec, REQUESTS, 16, dtype=torch.float32)
+    assert_alone_alike(op, given, called(op, given))
 
 
 def test_log_sum_exps_and_grouped_heads() -> None:

@@ -1,0 +1,34 @@
+"""Calls on pages by Triton's kernels: the bits of ``varlen`` and ``decode``, and those of each request alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from paged import as_varlen, assert_alone_alike, draw
+
+import mtagen
+
+REQUESTS = ((1, 1), (3, 20), (0, 7), (1, 33), (9, 9), (0, 0))
+PIPELINES: dict[str, dict[str, Any]] = {
+    "plain": {"kernel": None},
+    "convolution": {"kernel": (3, 4)},
+    "everything": {"kernel": (3, 4), "mixed_heads": 2, "post_kernel": (2, 3), "post_mixed_heads": 2},
+}
+
+
+@pytest.mark.parametrize("stages", PIPELINES.values(), ids=PIPELINES)
+def test_bits(stages: dict[str, Any]) -> None:
+    op = mtagen.build(**{"head_dim": 16} | stages, backend="triton")
+    given = draw(op.plan.spec, REQUESTS, 16, heads=2, kv_heads=1, dtype=torch.float32)
+    out = op.paged(**given.arguments)
+    assert torch.equal(out, as_varlen(op, given))
+    assert_alone_alike(op, given, out)
+
+
+def test_steps_of_single_tokens() -> None:
+    op = mtagen.build((3, 4), 16, backend="triton")
+    requests = [(1, keys) for keys in (1, 17, 40)]
+    given = draw(op.plan.spec, requests, 16, heads=2, kv_heads=1, dtype=torch.float32)
+    torch.testing.assert_close(op.paged(**given.arguments | {"cu_seq_q": None}), op.paged(**given.arguments))
