@@ -1,0 +1,1 @@
+"""Serve a model over HTTP, and measure the server."""
