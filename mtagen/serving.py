@@ -1,4 +1,4 @@
-"""Serving: where the earlier queries of requests lie, whose keys and values an engine keeps in pages.
+"""Serving: keep the earlier queries of requests whose keys and values an engine keeps in pages.
 
 A convolved score needs scores of earlier queries: cq - 1 for each convolution, an op's ``context``.
 An engine such as vLLM has no place for them. So each page gets a *ring* of a few slots: the query
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import InputError, explain
@@ -25,16 +26,19 @@ __all__ = ["Rings", "Step"]
 class Step:
     """The requests of one step of an engine, and where their queries lie in rings.
 
-    All layers of a model share a step. It is made on the device without waiting for it, and its
-    tensors have shapes that follow from ``total`` and the number of requests.
+    Layers whose rings have the same ``context`` and slots share a step. It is made on the device
+    without waiting for it, and its tensors have shapes that follow from ``total`` and the number of
+    requests.
 
     Attributes:
+        sizes: pages, slots, ``size`` and ``context`` of the rings for which it was made.
         cu_seq_q: ``(requests + 1,)`` int32, where the rows of each request begin among those that
             :meth:`mtagen.AttentionOp.paged` takes: earlier queries, then new ones.
         lengths: ``(requests,)`` int32, tokens of each request, the new ones included.
         rows: ``(total,)``, the row of each new query.
         earlier: ``(requests, context)``, the rows of the earlier queries.
-        exists: ``(requests, context)``, whether it exists: the request has that many tokens before its new ones.
+        exists: ``(requests, context)``, whether the earlier query exists; False before the
+            request's first token.
         is_open: ``(requests, context)``, whether the earlier query lies in the page that the
             request's new tokens go on filling.
         page, slot: ``(requests, context)``, where the earlier queries lie.
@@ -42,6 +46,7 @@ class Step:
             step overwrite go to the rings' last page, which nobody reads.
     """
 
+    sizes: tuple[int, ...]
     cu_seq_q: Tensor
     lengths: Tensor
     rows: Tensor
@@ -65,42 +70,51 @@ class Step:
         """Return the step of some requests.
 
         Args:
-            rings: the rings of any layer.
+            rings: the rings of one of the layers that share the step.
             cu_seq_q: ``(requests + 1,)`` int32, where the new tokens of each request begin, and
                 where the last request ends. Tokens after that end are padding.
             lengths: ``(requests,)`` int32, tokens of each request, the new ones included.
             total: new tokens of all requests, padding included.
             page_of: the pages of some tokens, as a function of the numbers of their requests and
                 of their positions, two tensors of one shape. Positions exist in the request, or are 0.
+
+        Raises:
+            InputError: ``cu_seq_q`` or ``lengths`` is no vector of int32, or they do not belong together.
         """
+        for name, x, count in (("lengths", lengths, len(lengths)), ("cu_seq_q", cu_seq_q, len(lengths) + 1)):
+            if x.dtype != torch.int32 or x.shape != (count,):
+                got = tuple(x.shape), x.dtype
+                raise InputError(explain(name, got, "must fit the requests", f"shape ({count},), torch.int32"))
         requests, context, size = len(lengths), rings.context, rings.size
         unread, device = len(rings.queries) - 1, lengths.device
-        ends = cu_seq_q[1:].contiguous()
         past = lengths - cu_seq_q.diff()
         token = torch.arange(total, device=device, dtype=torch.int32)
-        owner = torch.searchsorted(ends, token, right=True, out_int32=True)
+        owner = torch.searchsorted(cu_seq_q[1:].contiguous(), token, right=True, out_int32=True)
         is_real = owner < requests
-        owner = owner.clamp(max=max(requests - 1, 0))
-        position = torch.where(is_real, past[owner] + token - cu_seq_q[owner], 0)
-        full = torch.minimum(
-            lengths[owner], (position // size + 1) * size
-        )  # tokens of the step fill the page up to here
-        stays = is_real & (full - position <= rings.slots)
+        owner = owner.clamp(max=requests - 1)
+        new_page, new_slot = torch.full_like(token, unread), torch.zeros_like(token)
+        if requests:
+            position = torch.where(is_real, past[owner] + token - cu_seq_q[owner], 0)
+            end = torch.minimum(lengths[owner], (position // size + 1) * size)  # of the page's tokens, after the step
+            stays = is_real & (end - position <= rings.slots)
+            new_page = torch.where(stays, page_of(owner, position), unread)
+            new_slot = position % size % max(rings.slots, 1)
         number = torch.arange(requests, device=device, dtype=torch.int32)[:, None]
         back = torch.arange(context, device=device, dtype=torch.int32)
         before = past[:, None] - context + back
-        place = before.clamp(min=0)
+        place, exists = before.clamp(min=0), before >= 0
         return cls(
+            sizes=rings.sizes,
             cu_seq_q=cu_seq_q + torch.arange(requests + 1, device=device, dtype=torch.int32) * context,
             lengths=lengths,
             rows=token + (owner + 1) * context,
             earlier=cu_seq_q[:-1, None] + number * context + back,
-            exists=before >= 0,
+            exists=exists,
             is_open=before // size == past[:, None] // size,
-            page=torch.where(before >= 0, page_of(number.expand_as(place), place), unread),
-            slot=place % size % rings.slots if context else place,
-            new_page=torch.where(stays, page_of(owner, position), unread),
-            new_slot=position % size % rings.slots if context else position,
+            page=torch.where(exists, page_of(number.expand_as(place), place), unread) if place.numel() else place,
+            slot=place % size % max(rings.slots, 1),
+            new_page=new_page,
+            new_slot=new_slot,
         )
 
     @classmethod
@@ -111,7 +125,8 @@ class Step:
             block_table: ``(requests, width)`` int32, as :meth:`mtagen.AttentionOp.paged` takes it.
             rings, cu_seq_q, lengths, total: as in :meth:`of`.
         """
-        return cls.of(rings, cu_seq_q, lengths, total, lambda request, at: block_table[request, at // rings.size])
+        table = block_table if block_table.shape[1] else F.pad(block_table, (0, 1))  # if no request has a token
+        return cls.of(rings, cu_seq_q, lengths, total, lambda request, at: table[request, at // rings.size])
 
 
 @dataclass(eq=False)
@@ -147,7 +162,9 @@ class Rings:
             heads: H, heads of queries.
             pages: number of pages.
             size: tokens of a page.
-            spare: how many of a request's last tokens may be taken back, as speculative decoding does.
+            spare: how far a request may become shorter than it ever was, as speculative decoding
+                takes tokens back. An engine that computes the last token of a shared page again
+                needs 1 or more.
             device, dtype: of the queries; default PyTorch's.
 
         Raises:
@@ -164,6 +181,11 @@ class Rings:
         return cls(torch.zeros(pages + 1, slots, heads, spec.head_dim, device=device, dtype=dtype), size, spec.context)
 
     @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Pages, slots, tokens of a page, and context: what a step depends on."""
+        return len(self.queries), self.slots, self.size, self.context
+
+    @property
     def slots(self) -> int:
         """Queries that a page holds."""
         return self.queries.shape[1]
@@ -171,8 +193,8 @@ class Rings:
     def append(self, q: Tensor, step: Step) -> Tensor:
         """Store the new queries of a step, and return them with the earlier ones that they depend on.
 
-        Earlier queries in a page that the request goes on filling are read before the new ones are
-        stored, which take their slots. Those in full pages are read afterwards, because another
+        Earlier queries in a page that the request goes on filling are read first, because storing
+        the new ones overwrites them. Those in full pages are read afterwards, because another
         request of the same step may have filled a shared page.
 
         Args:
@@ -181,7 +203,13 @@ class Rings:
 
         Returns:
             ``(total + requests * context, H, D)``, what :meth:`mtagen.AttentionOp.paged` takes.
+
+        Raises:
+            InputError: the step was made for rings of other sizes.
         """
+        if step.sizes != self.sizes:
+            rule = "the step was made for rings of other pages, slots, sizes or context"
+            raise InputError(explain("step.sizes", step.sizes, rule, self.sizes))
         if not self.context:
             return q
         open_pages = self.queries[step.page, step.slot]

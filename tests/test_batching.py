@@ -160,6 +160,12 @@ def test_other_models(changes: dict[str, Any]) -> None:
     assert equal(model, batched(model, 8, 24, PROMPTS[:5])) == 5
 
 
+def test_a_prompt_of_whole_pages_is_shared() -> None:
+    model = made(post_kernel=None, mixed_heads=None, post_mixed_heads=None)  # a page has more tokens than a ring
+    prompts = [tokens(32, 3)] * 2 + [tokens(16, 4)] * 3
+    assert equal(model, batched(model, 16, 32, prompts)) == 5
+
+
 def test_requests_are_not_moved_to_the_cpu(model: MtaForCausalLM) -> None:
     config = Configuration(cpu_offload_space=1.0)
     with pytest.raises(mtagen.InputError, match="would lose their earlier queries"):

@@ -116,6 +116,17 @@ def test_padding_and_pages_in_a_larger_tensor() -> None:
     assert not out[-7:].any()
 
 
+def test_unused_entries_of_a_step_of_single_tokens() -> None:
+    op = built()
+    given = draw(op.plan.spec, ((1, 20), (1, 3)), 16)
+    q = torch.cat([given.arguments["q"], torch.full((6, 4, 16), torch.nan, dtype=torch.float64)])
+    table = torch.nn.functional.pad(given.arguments["block_table"], (0, 0, 0, 1), value=-1)
+    lengths = torch.tensor([20, 3, 0], dtype=torch.int32)
+    out = called(op, given, q=q, block_table=table, lengths=lengths, cu_seq_q=None)
+    assert torch.equal(out[:2], called(op, given, cu_seq_q=None))
+    assert not out[2:].any()
+
+
 def test_no_requests() -> None:
     op = built()
     given = draw(op.plan.spec, REQUESTS, 16)
@@ -132,7 +143,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "table of another batch": ({"block_table": torch.zeros(3, 2, dtype=torch.int32)}, "block_table: got ((3, 2)"),
     "no page": ({"block_table": torch.full((2, 2), 99, dtype=torch.int32)}, "block_table[0]: got 99; must be a page"),
     "negative page": ({"block_table": torch.full((2, 2), -1, dtype=torch.int32)}, "block_table[0]: got -1;"),
-    "more keys than the table": ({"max_k": 49}, "max_k: got 49; must be the keys of the longest request; 3 pages"),
+    "more keys than the table": ({"max_k": 49}, "max_k: got 49; must be at least the longest request's keys; 3 pages"),
     "more keys than max_k": ({"max_k": 4}, "lengths[1]: got 20; must be a number of keys; legal: 0..4"),
     "missing context": (
         {"cu_seq_q": torch.tensor([0, 4, 14], dtype=torch.int32), "max_q": 14},
@@ -140,6 +151,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "more queries than keys": ({"lengths": torch.tensor([2, 2], dtype=torch.int32)}, "rows of request 1: got 8;"),
     "other rows than max_q": ({"cu_seq_q": None, "max_q": 8}, "rows of q: got 14; without cu_seq_q each of 2 requests"),
+    "a number for lengths": ({"cu_seq_q": None, "lengths": torch.tensor(3, dtype=torch.int32)}, "lengths: got ((), "),
     "gradients": ({"q": torch.zeros(14, 4, 16, requires_grad=True)}, "calls on pages compute no gradients"),
 }
 

@@ -150,6 +150,41 @@ def test_padding_is_stored_nowhere() -> None:
     assert rings.queries[1:3].isnan().all()
 
 
+def test_steps_without_requests_and_tokens() -> None:
+    rings = Rings(torch.full((4, CONTEXT, 1, WIDTH), torch.nan), 8, CONTEXT)
+    nothing = torch.zeros(0, dtype=torch.int32)
+    step = Step.of_tables(rings, torch.zeros(1, dtype=torch.int32), nothing, 3, torch.zeros(0, 1, dtype=torch.int32))
+    q = torch.ones(3, 1, WIDTH)
+    assert torch.equal(rings.append(q, step), q)
+    none = torch.zeros(2, dtype=torch.int32)
+    step = Step.of_tables(rings, none, none[:1], 0, torch.zeros(1, 0, dtype=torch.int32))
+    assert torch.equal(rings.append(q[:0], step), torch.zeros(CONTEXT, 1, WIDTH))
+    assert rings.queries[:-1].isnan().all()
+
+
+def test_steps_of_other_rings_are_refused() -> None:
+    rings = Rings(torch.zeros(4, CONTEXT, 1, WIDTH), 8, CONTEXT)
+    others = Rings(torch.zeros(4, 0, 1, WIDTH), 8, 0)
+    boundaries = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    step, other = (Step.of_tables(x, *boundaries, 3, table) for x in (rings, others))
+    q = torch.zeros(3, 1, WIDTH)
+    for held, wrong in ((rings, other), (others, step)):
+        with pytest.raises(InputError, match="the step was made for rings of other pages, slots, sizes or context"):
+            held.append(q, wrong)
+    with pytest.raises(InputError, match="must fit the requests"):
+        Step.of_tables(rings, boundaries[0].long(), boundaries[1], 3, table)
+
+
+def test_the_last_token_of_a_shared_page_is_computed_again() -> None:
+    engine = Engine(8, 1)
+    engine.begin()
+    engine.step([8])
+    engine.begin(shared=1)
+    last = engine.queries[1].pop()
+    engine.step([1, 1], [torch.randn(1, 1, WIDTH), last[None]])
+
+
 def test_pages_that_an_engine_copies() -> None:
     engine = Engine(8, 0)
     engine.begin()

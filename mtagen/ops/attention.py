@@ -526,7 +526,7 @@ class AttentionOp:
                 order. Entries after its last page may hold anything.
             cu_seq_q: ``(requests + 1,)`` int32, where each request's rows begin, and where the last
                 request ends. Rows after that end are padding. None: each request has ``max_q`` rows.
-            lengths: ``(requests,)`` int32, keys of each request; 0 for no request.
+            lengths: ``(requests,)`` int32, keys of each request; 0 marks an unused entry.
             max_q: rows of the longest request, or more.
             max_k: keys of the longest request, or more. On a GPU the copies have room for ``max_k``
                 keys of each request.

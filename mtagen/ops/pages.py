@@ -96,6 +96,11 @@ def _check_requests(pages: Pages, size: int, count: int, q: Tensor, context: int
     """Check the table, boundaries and lengths of a call whose ``count`` pages have ``size`` tokens each."""
     table, cu_seq_q, lengths, max_q, max_k = pages
     check_dense((("block_table", table), ("lengths", lengths)))
+    if lengths.ndim != 1:
+        got = tuple(lengths.shape), lengths.dtype, lengths.device
+        raise InputError(
+            explain("lengths", got, "must have an entry for each request", "shape (requests,), torch.int32")
+        )
     if cu_seq_q is None:
         requests = len(lengths)
         if isinstance(max_q, bool) or not isinstance(max_q, (int, torch.SymInt)) or len(q) != requests * max_q:
@@ -111,7 +116,7 @@ def _check_requests(pages: Pages, size: int, count: int, q: Tensor, context: int
             raise InputError(explain(name, got, "must have an entry for each request, on q's device", legal))
     room = table.shape[1] * size
     if isinstance(max_k, bool) or not isinstance(max_k, (int, torch.SymInt)) or not 0 <= max_k <= room:
-        rule = f"must be the keys of the longest request; {table.shape[1]} pages of {size} tokens hold {room}"
+        rule = f"must be at least the longest request's keys; {table.shape[1]} pages of {size} tokens hold {room}"
         raise InputError(explain("max_k", max_k, rule, f"0..{room}"))
     if len(q) < requests * context:
         rule = f"must hold {context} earlier queries for each of {requests} requests"
@@ -121,8 +126,8 @@ def _check_requests(pages: Pages, size: int, count: int, q: Tensor, context: int
     for request, (rows, keys) in enumerate(zip(pages.boundaries.diff().tolist(), lengths.tolist(), strict=True)):
         if not 0 <= keys <= max_k:
             raise InputError(explain(f"lengths[{request}]", keys, "must be a number of keys", f"0..{max_k}"))
-        if not context <= rows <= context + keys:
-            rule = f"a request has {context} earlier queries, then its new ones, of which each has a key"
+        if rows < context or (keys and rows > context + keys):
+            rule = f"a request has {context} earlier rows, then at most one new row for each of its {keys} keys"
             raise InputError(explain(f"rows of request {request}", rows, rule, f"{context}..{context + keys}"))
         used = table[request, : -(-keys // size)].tolist()
         if wrong := [page for page in used if not 0 <= page < count]:
@@ -174,5 +179,8 @@ def new_rows(cu_seq_q: Tensor, total: int, context: int) -> Tensor:
 
 
 def _owner(ends: Tensor, rows: Tensor) -> Tensor:
-    """Return the number of the request that has a row, by the ends of their rows; later rows count as the last's."""
+    """Return the request of each row.
+
+    ``ends`` holds where each request's rows end. Rows after the last end belong to the last request.
+    """
     return torch.searchsorted(ends.contiguous(), rows, right=True, out_int32=True).clamp(max=len(ends) - 1)

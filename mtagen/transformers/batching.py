@@ -75,7 +75,8 @@ class PagedCache:
         keys, values = self._pool.store(number, k, v, self._arguments)
         if number not in self._rings:
             made: dict[str, Any] = {"device": q.device, "dtype": q.dtype}
-            self._rings[number] = Rings.for_op(op, q.shape[1], self._pool.pages, self._pool.size, **made)
+            # transformers 5.17 computes the last token of a prompt again even if it lies in a shared page.
+            self._rings[number] = Rings.for_op(op, q.shape[1], self._pool.pages, self._pool.size, spare=1, **made)
         step = self._step_of(self._rings[number])
         queries = self._rings[number].append(q, step)
         max_q, max_k = self._longest
@@ -88,7 +89,7 @@ class PagedCache:
 
     def _step_of(self, rings: Rings) -> Step:
         """Return where the queries of the step lie; layers with the same context share it."""
-        if self._step is not None and self._step.earlier.shape[1] == rings.context:
+        if self._step is not None and self._step.sizes == rings.sizes:
             return self._step
         read, written = (self._arguments[name][self._pool.group] for name in ("read_index", "write_index"))
         cu_seq_q, cu_seq_k = self._arguments["cu_seq_lens_q"].to(torch.int32), self._cu_seq_k
@@ -151,7 +152,10 @@ def _pool_of(cache: Any) -> _Pool:
         groups = {*cache.layer_to_allocator.values()}
     else:  # transformers 5.17
         groups = {*getattr(cache, "group_cache_managers", ())}
-    if len(groups) != 1:
+    if len(groups) > 1:
+        rule = "its layers belong to several groups, and mtagen knows where the queries of one group lie"
+        raise InputError(explain("cache", f"{len(groups)} groups", rule, "a model whose layers are of one type"))
+    if not groups:
         rule = "mtagen does not know the cache of this version of transformers"
         raise InputError(explain("cache", type(cache).__name__, rule, "transformers 5.17 or 5.24, or generate"))
     (only,) = groups
@@ -190,9 +194,10 @@ def _copies(rings: Mapping[int, Rings]) -> Callable[[list[int], list[int]], None
     """Return the function that copies the rings of pages, as for several samples of one prompt."""
 
     def copy_rings(sources: list[int], targets: list[int]) -> None:
+        devices = {held.queries.device for held in rings.values()}
+        pages = {device: torch.tensor([sources, targets], device=device) for device in devices}
         for held in rings.values():
-            device = held.queries.device
-            held.copy_pages(torch.tensor(sources, device=device), torch.tensor(targets, device=device))
+            held.copy_pages(*pages[held.queries.device])
 
     return copy_rings
 

@@ -35,7 +35,7 @@ MUTANTS = (
     Mutant(
         "rings-keep-the-first-queries-of-a-step",
         RINGS,
-        "is_real & (full - position <= rings.slots)",
+        "is_real & (end - position <= rings.slots)",
         "is_real & (position % size < rings.slots)",
         "Of tokens that share a slot not the last one stays.",
         (SERVING,),
@@ -51,8 +51,8 @@ MUTANTS = (
     Mutant(
         "padding-is-stored",
         RINGS,
-        "is_real & (full - position <= rings.slots)",
-        "full - position <= rings.slots",
+        "is_real & (end - position <= rings.slots)",
+        "end - position <= rings.slots",
         "Tokens after the last request overwrite the rings of its pages.",
         (SERVING,),
     ),
