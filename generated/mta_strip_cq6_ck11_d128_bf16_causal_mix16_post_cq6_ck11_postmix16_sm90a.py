@@ -351,7 +351,7 @@ class Limits(NamedTuple):
 
     Attributes:
         context: earlier rows of scores that a row of outputs depends on.
-        enough_rows: rows of outputs that a strip has of each sequence before it takes more sequences.
+        enough_rows: output rows per sequence from which on a strip takes another sequence.
         min_rows, max_rows: limits of the rows of a strip, context included. None is no limit.
         row_multiple: divisor of these rows, unless they are all rows or the most.
         left, right: keys before and after its own that a row sees. None is no limit.
@@ -387,7 +387,7 @@ class Limits(NamedTuple):
 
         Returns:
             The sequences of a strip, its rows, context included, and the elements from one row of a plane to the next.
-            Fewer rows have fewer hidden keys.
+            Shorter strips contain fewer masked scores, so they waste less work.
         """
         most = n_q if self.max_rows is None else min(n_q, self.max_rows)
         rows = workspace_bytes // (planes * n_heads * self.pitch(n_k, most) * self.itemsize)

@@ -108,8 +108,10 @@ def load_folder(folder: Path) -> dict[Path, Run]:
 
 
 def by_device(runs: Mapping[Path, Run]) -> dict[str, dict[Path, Run]]:
-    """Group runs by the name of the device: GPUs first, and the device with the most results of its kind first. The
-    runs have their files' names.
+    """Group runs by the name of the device.
+
+    GPUs come first, and the device with the most results of its kind first.
+    Each run gets its file's name under ``name``.
     """
     devices: dict[str, dict[Path, Run]] = {}
     for path, run in sorted(runs.items(), key=lambda item: on_cpu(item[1])):
@@ -189,9 +191,9 @@ def _abridged(names: Iterable[str]) -> str:
 
 
 def merge(runs: Iterable[Run], key: str = "ms", names: Collection[str] = (), suite: str = "") -> Results:
-    """Merge runs on one device; a case in several runs is from the run that has ``key`` of most
-    contenders there.
+    """Merge runs on one device.
 
+    For a case in several runs, take the run in which the most contenders have ``key``.
     Only ``names`` count, if there are any. Runs of ``suite`` go before all others. Ties go to the first.
     """
 
@@ -210,9 +212,9 @@ def merge(runs: Iterable[Run], key: str = "ms", names: Collection[str] = (), sui
 
 
 def union(runs: Iterable[Run], names: Collection[str] = ()) -> Cases:
-    """Unite runs on one device; a case and contender are from the run that has most contenders at
-    the case.
+    """Unite runs on one device.
 
+    For a contender of a case in several runs, take the run with the most contenders at the case.
     Unlike in :func:`merge`, the contenders of a case may come from several runs. Only ``names`` count, if given.
     """
     results: Cases = {}

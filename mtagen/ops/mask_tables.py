@@ -1,6 +1,7 @@
 """Compute the tables from which kernels read a mask that is no window: the first and the last key of each query.
 
-The kernels are the same for all masks that imply the same window, and all values of their parameters.
+Masks with the same enclosing window share kernels; the tables hold the rest, so parameters may
+change without a rebuild.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _rows_of_batch(call: Call) -> _Rows:
 
 
 def _rows_of_documents(call: Call) -> _Rows:
-    """Rows after the last document count to it, and see no key."""
+    """Padding rows get the last document's number and no keys."""
     assert call.documents is not None, "the call is one of packed documents"
     begin_q, begin_k = (cu_seq.to(torch.int64) for cu_seq in call.documents[:2])
     row = torch.arange(len(call.q), device=call.q.device)
@@ -96,7 +97,7 @@ def _rows_of_keys(call: Call, rows: _Rows, first: Tensor, last: Tensor) -> list[
     """Return, for each key, the first row of its sequence that sees it or a later key, and the end of the rows that
     see it or an earlier key.
 
-    Keys of all sequences of an axis are counted through, so that one search serves packed documents.
+    Keys of all sequences of an axis are numbered consecutively, so that one search serves packed documents.
     """
     sees = last >= 0
     latest = torch.where(sees, last + rows.begin, -1).cummax(-1).values

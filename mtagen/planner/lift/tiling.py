@@ -97,9 +97,9 @@ def resources(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> 
     Registers hold fp32 accumulators and score tiles, the probabilities in the input's type,
     addresses and statistics.
 
-    If tiles are read by pointers, loads that are not pipelined go through registers. A product,
-    except one of warpgroups, then reads its operands from shared memory before it begins, so that
-    one stage less is buffered.
+    If tiles are read by pointers, loads that are not pipelined go through registers. Operands of a
+    product, except one of warpgroups, are then loaded from shared memory into registers before it
+    begins. That frees their buffer, so that one stage less is needed.
     """
     d, dv, size = block_dim(spec.head_dim), block_dim(spec.value_head_dim), spec.itemsize
     m, n, threads = tile.block_m, tile.block_n, 32 * tile.num_warps

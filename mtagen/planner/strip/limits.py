@@ -11,7 +11,7 @@ from .documents import TILE, begin_multiple, context_places
 from .kernels import CONVOLUTION_ROWS, row_keys
 from .stages import Stages
 
-ENOUGH_ROWS = 512  # rows of several sequences that a strip takes before it takes more sequences
+ENOUGH_ROWS = 512  # rows of a sequence from which on a strip takes rows of another sequence, too
 # Upper limit of a strip's rows if a window limits keys on both sides. Each row has as many hidden keys in its planes as
 # there are other rows. With half as many rows, launches for short windows are expected to take longer than kernels.
 WINDOW_ROWS = 1024

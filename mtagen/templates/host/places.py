@@ -2,15 +2,15 @@ import torch
 
 
 def _documents(cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor, places: int, tile: int) -> torch.Tensor:
-    """The document of each tile of places: document b begins with tile cu_seq_q[b] // tile + b.
+    """The document of each tile of padded rows: document b begins with tile cu_seq_q[b] // tile + b.
 
-    Nothing waits for the GPU.
+    Rows are padded so that each document begins at a tile boundary. Nothing waits for the GPU.
 
     Args:
         cu_seq_q: (documents + 1,) int32, the first query of each document, and the end of the last document.
         cu_seq_k: likewise for keys.
-        places: places of all documents, whole tiles.
-        tile: places of a tile.
+        places: number of padded rows (slots) of all documents, a multiple of `tile`.
+        tile: rows of a tile.
 
     Returns:
         (tiles, 6) int32: the document; its row at the tile's begin, maybe past its last row; the number of its queries,
