@@ -170,15 +170,25 @@ class Rings:
         Raises:
             InputError: a number is not positive, or ``spare`` is negative.
         """
-        for name, given, least in (("heads", heads, 1), ("pages", pages, 1), ("size", size, 1), ("spare", spare, 0)):
-            count = as_int(given)
-            if count is None or count < least:
-                raise InputError(
-                    explain(name, given, f"must be an int, at least {least}", f"{least}, {least + 1}, ...")
-                )
+        _check_counts(("pages", pages, 1), ("size", size, 1))
+        shape = pages + 1, *cls.page_shape(op, heads, spare=spare)
+        return cls(torch.zeros(shape, device=device, dtype=dtype), size, op.plan.spec.context)
+
+    @staticmethod
+    def page_shape(op: AttentionOp, heads: int, *, spare: int = 0) -> tuple[int, int, int]:
+        """Return the shape ``(slots, H, D)`` of the ring of a page, from which an engine plans its memory.
+
+        Args:
+            op: as in :meth:`for_op`.
+            heads: as in :meth:`for_op`.
+            spare: as in :meth:`for_op`.
+
+        Raises:
+            InputError: ``heads`` is not positive, or ``spare`` is negative.
+        """
+        _check_counts(("heads", heads, 1), ("spare", spare, 0))
         spec = op.plan.spec
-        slots = spec.context + spare if spec.context else 0
-        return cls(torch.zeros(pages + 1, slots, heads, spec.head_dim, device=device, dtype=dtype), size, spec.context)
+        return spec.context + spare if spec.context else 0, heads, spec.head_dim
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -224,3 +234,12 @@ class Rings:
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
         """Copy the rings of some pages to others, as an engine does when it copies their keys."""
         self.queries[targets] = self.queries[sources]
+
+
+def _check_counts(*counts: tuple[str, int, int]) -> None:
+    """Check numbers by their names and least values."""
+    for name, given, least in counts:
+        count = as_int(given)
+        if count is None or count < least:
+            legal = f"{least}, {least + 1}, ..."
+            raise InputError(explain(name, given, f"must be an int, at least {least}", legal))

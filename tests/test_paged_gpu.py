@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged import as_varlen, draw
+from paged import as_varlen, assert_alone_alike, draw
 from torch import Tensor
 
 import mtagen
@@ -32,6 +32,7 @@ def test_has_the_bits_of_varlen(stages: dict[str, Any], backend: Any) -> None:
     with torch.inference_mode():
         out = op.paged(**given.arguments)
         assert torch.equal(out, as_varlen(op, given))
+        assert_alone_alike(op, given, out)
     assert out.isfinite().all()
 
 

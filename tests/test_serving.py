@@ -207,7 +207,7 @@ def test_an_op_without_context_has_no_rings() -> None:
 def test_rings_of_an_op() -> None:
     op = mtagen.build((6, 11), 16, post_kernel=(3, 3), backend="torch")
     rings = Rings.for_op(op, 2, pages=3, size=16, spare=4, dtype=torch.float64)
-    assert rings.queries.shape == (4, 7 + 4, 2, 16)
+    assert rings.queries.shape == (4, *Rings.page_shape(op, 2, spare=4)) == (4, 7 + 4, 2, 16)
     assert rings.queries.dtype == torch.float64
     with pytest.raises(InputError, match="spare: got -1; must be an int, at least 0"):
         Rings.for_op(op, 2, pages=3, size=16, spare=-1)

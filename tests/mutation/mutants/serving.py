@@ -27,8 +27,8 @@ MUTANTS = (
     Mutant(
         "rings-have-no-spare-slots",
         RINGS,
-        "spec.context + spare if spec.context else 0",
-        "spec.context",
+        "spec.context + spare if spec.context else 0, heads",
+        "spec.context, heads",
         "After tokens are taken back, their queries have overwritten what the next ones need.",
         (SERVING,),
     ),
