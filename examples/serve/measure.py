@@ -79,9 +79,13 @@ def draw(rows: list[Row], path: Path) -> None:
     right.plot(clients, [row["next_ms"] for row in rows], marker="s", label="between tokens")
     right.set(xlabel="clients", ylabel="ms, median", yscale="log")
     right.legend()
+    left.set_ylim(bottom=0)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
-        axes.grid(alpha=0.3)
+        axes.set_xticks(clients, [f"{count:.0f}" for count in clients])
+        axes.yaxis.set_major_formatter("{x:.0f}")
+        axes.yaxis.set_minor_formatter("")
+        axes.grid(alpha=0.3, which="both", axis="y")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -105,7 +109,8 @@ def main(
     Console().print(table)
     out.mkdir(parents=True, exist_ok=True)
     sizes: dict[str, Any] = {"requests": requests, "prompt": prompt, "new": new}
-    publish_json(out / "serving.json", {"environment": collect(), **sizes, "rows": rows})
+    environment = {name: value for name, value in collect().items() if name != "cache_dir"}
+    publish_json(out / "serving.json", {"environment": environment, **sizes, "rows": rows})
     draw(rows, out / "serving.png")
 
 
