@@ -61,7 +61,7 @@ class PagedCache:
         self._rings: dict[int, Rings] = cache.mtagen_rings
         self._cu_seq_k = _of_layers(arguments["cu_seq_lens_k"]).to(torch.int32)
         self._longest = [_of_layers(_either(arguments, f"max_length_{x}", f"max_seqlen_{x}")) for x in ("q", "k")]
-        self._step: Step | None = None
+        self._steps: dict[tuple[int, ...], Step] = {}
 
     def layer(self, number: int) -> PagedLayer:
         """Return the part of a layer."""
@@ -88,9 +88,9 @@ class PagedCache:
         return new
 
     def _step_of(self, rings: Rings) -> Step:
-        """Return where the queries of the step lie; layers with the same context share it."""
-        if self._step is not None and self._step.sizes == rings.sizes:
-            return self._step
+        """Return where the queries of the step lie; layers with equal sizes of rings share it."""
+        if rings.sizes in self._steps:
+            return self._steps[rings.sizes]
         read, written = (self._arguments[name][self._pool.group] for name in ("read_index", "write_index"))
         cu_seq_q, cu_seq_k = self._arguments["cu_seq_lens_q"].to(torch.int32), self._cu_seq_k
         # Without earlier tokens transformers reads nothing, and positions count from the first new token.
@@ -100,8 +100,8 @@ class PagedCache:
             pages: Tensor = places[(begins[request] + position).clamp(max=len(places) - 1)] // self._pool.stride
             return pages
 
-        self._step = Step.of(rings, cu_seq_q, cu_seq_k.diff(), self._count, page_of)
-        return self._step
+        step = self._steps[rings.sizes] = Step.of(rings, cu_seq_q, cu_seq_k.diff(), self._count, page_of)
+        return step
 
 
 class PagedLayer(EngineCache):
