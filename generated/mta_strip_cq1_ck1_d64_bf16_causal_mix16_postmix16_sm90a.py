@@ -7,8 +7,8 @@ Scores are made strip by strip: a strip is some rows of outputs of some sequence
 in a workspace of bounded size.
 
 Mask causal; query i sits at position i + off.
-A strip has queries first .. first + count. The first `skip` rows are context. The first `valid`
-rows have scores without whole context. There are keys 0 .. keys, and `pitch` elements from row to row.
+A strip has queries first .. first + count - 1. The first `skip` rows are context. The first `valid`
+rows have scores but no probabilities. There are keys 0 .. keys - 1, and `pitch` elements from row to row.
 """
 
 from collections.abc import Iterator

@@ -22,8 +22,8 @@ class Paragraph(NamedTuple):
 
     Attributes:
         text: its lines.
-        defines: the names that it defines. A comment of its own counts as a definition of what it
-            introduces, which are the paragraphs up to the next such comment.
+        defines: the names that it defines. A paragraph that is only a comment counts as defining
+            all names that the paragraphs up to the next such comment define.
         needs: the names in its code.
     """
 
@@ -108,7 +108,8 @@ def _needed(named: Iterable[str], library: Sequence[Paragraph]) -> set[str]:
 def _paragraphs(name: str, included: set[str]) -> list[Paragraph]:
     """Return the paragraphs of a header and, before them, of those that it includes.
 
-    Headers that are ``included`` already have none; those that are read now join them.
+    A header that is already in ``included`` yields no paragraphs. The headers that are read are
+    added to ``included``.
     """
     if name in included:
         return []

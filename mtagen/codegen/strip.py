@@ -140,14 +140,14 @@ def _legend(module: StripModule) -> Iterator[str]:
     if module.spec.packed:
         yield f"Mask {mask.name}. The rows of a document have consecutive places from a multiple of {TILE} on;"
         yield f"a tile of {TILE} places is in one document. A strip is `count` places from `place0` on. Outputs of the"
-        yield "first `skip` places belong to another strip, and the first `valid` places have no scores. Row r of the"
-        yield "strip is query first + r of its tile's document, at position first + r + off; the document's rows are"
-        yield "top <= r < bottom. key0 is the first key that these rows see. j counts from key0, and there are `keys`"
-        yield "keys, or none if the tile has no rows. `pitch` elements lead from row to row."
+        yield "first `skip` places belong to another strip, and the first `valid` places have scores but no"
+        yield "probabilities. Row r of the strip is query first + r of its tile's document, at position first + r +"
+        yield "off; the document's rows are top <= r < bottom. key0 is the first key that these rows see. j counts from"
+        yield "key0, and there are `keys` keys, or none if the tile has no rows. `pitch` elements lead from row to row."
         return
     yield f"Mask {mask.name}; query i sits at position i + off."
-    yield "A strip has queries first .. first + count. The first `skip` rows are context. The first `valid`"
-    yield "rows have scores without whole context. There are keys 0 .. keys, and `pitch` elements from row to row."
+    yield "A strip has queries first .. first + count - 1. The first `skip` rows are context. The first `valid`"
+    yield "rows have scores but no probabilities. There are keys 0 .. keys - 1, and `pitch` elements from row to row."
     if mask.hides_earlier:
         yield "The keys of a strip are those that its rows see; j, and with it `off`, counts from the first key."
 

@@ -68,7 +68,8 @@ _SIZES = {
     "n_layers": "num_hidden_layers",
     "num_layers": "num_hidden_layers",
 }
-_LIKENESS = 0.8  # of a name that is refused to one of ours: "kernal" is, "attention_dropout" is not
+# An unknown name that is as similar as this to one of ours is refused: "kernal" is, "attention_dropout" is not.
+_LIKENESS = 0.8
 
 
 class MtaConfig(PreTrainedConfig):
@@ -127,8 +128,10 @@ class MtaConfig(PreTrainedConfig):
 
     Raises:
         SpecError: ``layer_overrides`` names an unknown layer or option; an option has the name that it
-            has in other models, or looks like a misspelling of one of these; heads do not divide
-            their number or size. Other unknown names are kept, as transformers does.
+            has in other models, or looks like a misspelling of one of these arguments;
+            ``num_attention_heads`` does not divide ``hidden_size`` and ``head_dim`` is None;
+            ``num_key_value_heads`` does not divide ``num_attention_heads``. Other unknown names are
+            kept, as transformers does.
     """
 
     model_type: ClassVar[str] = "mtagen"
@@ -255,7 +258,9 @@ class MtaConfig(PreTrainedConfig):
 
 
 def _check_names(others: Mapping[str, Any]) -> None:
-    """Check names that are not ours, most of which transformers gives a meaning, or another version of mtagen.
+    """Check names that are not arguments of MtaConfig.
+
+    Most of them are options of transformers or of another version of mtagen.
 
     Raises:
         SpecError: one looks like a misspelling of ours, and would be kept without any effect.

@@ -49,7 +49,7 @@ def _candidates(spec: Spec, target: str, kernels: Iterable[Kernel]) -> Iterator[
     stages = Stages(spec)
     yield from (product_kernel(spec, target, role) for role in products.ROLES if not _lacks_function(stages, role))
     for stage in stages.convolutions:
-        # Probabilities that no later stage mixes are multiplied by values.
+        # Probabilities that no later stage mixes are multiplied by v next, so they have the dtype of v.
         result = spec.dtype if stage.final and not stages.post_mix else "fp16"
         yield from plane_kernels(spec, target, stage, result)
         yield StepKernel(spec, target, stage, result)

@@ -59,8 +59,9 @@ class Layout:
         return TOTAL_K if self.packed else N_K
 
     def blocks(self, rows: Expr, block: int) -> Expr:
-        """Return the number of blocks of ``block`` rows in an entry; for documents, in the host's
-        ``_schedule``.
+        """Return the number of blocks of ``block`` rows in an entry.
+
+        For packed documents return an upper limit, as the host's ``_schedule`` does.
         """
         return floor(rows / block) + DOCUMENTS if self.packed else ceiling(rows / block)
 
@@ -89,7 +90,8 @@ class Layout:
         """Yield the lines of a source's comment that explain arguments for packed documents."""
         if self.packed:
             yield "Documents lie one after the other; cu_seq_q and cu_seq_k say where each begins, and the last ends."
-            yield f"A row of tiles has a CTA's document, -1 if there is none, and the number of its {rows} {vectors}."
+            yield "A row of `tiles` holds a CTA's document, -1 if there is none, and the index of its block of"
+            yield f"{rows} {vectors} in that document."
 
     def strides(self, *tensors: str) -> tuple[Argument, ...]:
         """Return the strides of tensors, in elements, without the last."""
@@ -106,7 +108,7 @@ class Layout:
         return () if self.packed else numbers("int", "n_q", "n_k")
 
     def tokens(self, spec: Spec) -> tuple[str, ...]:
-        """Return the name of the number of tokens of parameters, if a kernel needs one more number for it."""
+        """Return the name of the kernel argument for the number of tokens of parameters, if it needs one."""
         return (TOTAL_K.name,) if self.packed and ScoreStage.of(spec).views else ()
 
     @property
