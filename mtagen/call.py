@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import Annotated, Any, NamedTuple, TypeAlias, get_type_hints
 
+import torch
 from torch import Tensor
 
 from .dropout import Dropout
@@ -46,6 +47,18 @@ _LEARNED = slice(3 + len(WEIGHTS), INPUTS)  # of the fields of calls and steps
 
 def _given(*weights: Tensor | None) -> list[Tensor]:
     return [weight for weight in weights if weight is not None]
+
+
+def document_of(cu_seq: Tensor, rows: Tensor) -> Tensor:
+    """Return the number of the document that has each row, in the dtype of ``rows``.
+
+    Args:
+        cu_seq: (documents + 1,), the first row of each document, and the end of the last document.
+        rows: numbers of rows, of the same dtype. Rows after the end belong to the last document.
+    """
+    ends = cu_seq[1:].contiguous()
+    documents = torch.searchsorted(ends, rows, right=True, out_int32=rows.dtype == torch.int32)
+    return documents.clamp(max=len(ends) - 1)
 
 
 class Documents(NamedTuple):

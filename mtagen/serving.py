@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .call import document_of
 from .errors import InputError, explain
 from .ops.attention import AttentionOp
 from .spec import as_int
@@ -42,8 +43,8 @@ class Step:
         is_open: ``(requests, context)``, whether the earlier query lies in the page that the
             request's new tokens go on filling.
         page, slot: ``(requests, context)``, where the earlier queries lie.
-        new_page, new_slot: ``(total,)``, where the new queries go. Those that later tokens of the
-            step overwrite go to the rings' last page, which nobody reads.
+        new_page, new_slot: ``(total,)``, where the new queries go. Queries that later tokens of the
+            step would overwrite go to the rings' last page, which nobody reads.
     """
 
     sizes: tuple[int, ...]
@@ -89,9 +90,7 @@ class Step:
         unread, device = len(rings.queries) - 1, lengths.device
         past = lengths - cu_seq_q.diff()
         token = torch.arange(total, device=device, dtype=torch.int32)
-        owner = torch.searchsorted(cu_seq_q[1:].contiguous(), token, right=True, out_int32=True)
-        is_real = owner < requests
-        owner = owner.clamp(max=requests - 1)
+        owner, is_real = document_of(cu_seq_q, token), token < cu_seq_q[-1]
         new_page, new_slot = torch.full_like(token, unread), torch.zeros_like(token)
         if requests:
             position = torch.where(is_real, past[owner] + token - cu_seq_q[owner], 0)
@@ -204,7 +203,7 @@ class Rings:
         """Store the new queries of a step, and return them with the earlier ones that they depend on.
 
         Earlier queries in a page that the request goes on filling are read first, because storing
-        the new ones overwrites them. Those in full pages are read afterwards, because another
+        the new ones overwrites them. Queries in full pages are read afterwards, because another
         request of the same step may have filled a shared page.
 
         Args:

@@ -113,9 +113,9 @@ def test_prompts_share_pages(model: MtaForCausalLM, monkeypatch: pytest.MonkeyPa
     counts: list[int] = []
     begin = PagedCache.__init__
 
-    def counting(cache: PagedCache, held: Any, count: int, arguments: Any) -> None:
+    def counting(cache: PagedCache, held: Any, layers: int, count: int, arguments: Any) -> None:
         counts.append(count)
-        begin(cache, held, count, arguments)
+        begin(cache, held, layers, count, arguments)
 
     monkeypatch.setattr(PagedCache, "__init__", counting)
     prompts = [SHARED + tokens(1, 5), *([SHARED + tokens(n, n) for n in (2, 9, 17)])]

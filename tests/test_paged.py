@@ -174,6 +174,14 @@ def test_ops_that_pages_cannot_serve() -> None:
         called(biased, given, parameters={"bias": torch.zeros(1, 4, 2)})
 
 
+def test_sinks_compute_no_gradients() -> None:
+    op = built(kernel=None, sink=True)
+    given = draw(op.plan.spec, ((1, 2), (1, 20)), 16)
+    for boundaries in (given.arguments["cu_seq_q"], None):
+        with pytest.raises(InputError, match="calls on pages compute no gradients"):
+            called(op, given, sink=torch.zeros(4, dtype=torch.float64, requires_grad=True), cu_seq_q=boundaries)
+
+
 def test_parameters_of_requests() -> None:
     stages = {"kernel": None, "logits": "s - slopes[b, h] * (i - j)", "parameters": {"slopes": "b,h"}}
     op, alike = built(**stages), built(kernel=None, logits="s - 0.5 * (i - j)")

@@ -516,8 +516,8 @@ class AttentionOp:
                 queries before its new ones (cq - 1 for each convolution), then the new ones. Rows
                 before a request's start count as zero, whatever they hold.
             k_pages: ``(pages, size, Hkv, D)``, the new tokens' keys included. Any strides, the last
-                one 1. ``size`` is a power of two, on a GPU 16 or more. What no request owns may be
-                NaN.
+                one 1. ``size`` is a power of two, on a GPU 16 or more. Slots that hold no token of
+                a request may be NaN.
             v_pages: ``(pages, size, Hkv, DV)``.
             weight, head_weight, post_weight, post_head_weight, sink, scale: as in a call of the op.
             parameters: as in a call of the op, without axes of tokens. A request counts as a batch
@@ -544,17 +544,15 @@ class AttentionOp:
         q, k_pages, v_pages = autocast(q, k_pages, v_pages)
         given = (weight, head_weight, post_weight, post_head_weight)
         pages = Pages(block_table, cu_seq_q, lengths, max_q, max_k)
-        weights = check_paged(self._spec, self.dtypes, q, k_pages, v_pages, given, pages)
+        weights = check_paged(self._spec, self.dtypes, q, k_pages, v_pages, given, sink, parameters, pages)
         scale, new = resolve_scale(scale, self._spec.head_dim), max_q - self._spec.context
         if cu_seq_q is None and 1 <= new <= MAX_NEW_TOKENS and len(lengths):
             tail = q.view(len(lengths), max_q, *q.shape[1:]).transpose(1, 2)
             caches = as_caches(k_pages, v_pages, pages)
-            weights += check_slots(self._spec, tail, caches[0], sink, parameters)
             out, lse = library.run("decode", tail, *caches, *weights, lengths, scale, 0, self._key)
             out, lse = out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)
             return (out, lse) if return_lse else out
         q, k, v, documents = as_documents(q, k_pages, v_pages, pages, self._spec.context)
-        weights += check_slots(self._spec, q, k, sink, parameters, len(lengths))
         out, lse = library.run("forward", q, k, v, *weights, scale, self._key, *documents, None, 0.0)
         if self._spec.context:
             rows = new_rows(documents.cu_seq_q, len(q), self._spec.context)

@@ -147,6 +147,11 @@ def check_documents(documents: Documents, total_q: int, total_k: int, device: to
         raise InputError(explain("documents", counts, rule, "two tensors of the same length; documents may be empty"))
 
 
+def is_length(value: object) -> bool:
+    """Return whether a value is a number of rows, as callers or ``torch.compile`` pass it."""
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and bool(value >= 0)
+
+
 def check_boundaries(
     boundaries: tuple[str, Tensor], longest: tuple[str, int], total: int, device: torch.device
 ) -> None:
@@ -162,7 +167,7 @@ def check_boundaries(
         InputError: some value does not fit. What the boundaries hold is looked at on the CPU only.
     """
     (name, cu_seq), (longest_name, most) = boundaries, longest
-    if isinstance(most, bool) or not isinstance(most, (int, torch.SymInt)) or not most >= 0:
+    if not is_length(most):
         rule = "must be the length of the longest document"
         raise InputError(explain(longest_name, most, rule, "an int, 0, 1, 2, ..."))
     check_dense([(name, cu_seq)])

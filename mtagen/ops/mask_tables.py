@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import Call, Step
+from ..call import Call, Step, document_of
 from ..evaluate import Bounds
 from ..spec import UNSEEING, Spec
 
@@ -71,7 +71,7 @@ def _rows_of_documents(call: Call) -> _Rows:
     assert call.documents is not None, "the call is one of packed documents"
     begin_q, begin_k = (cu_seq.to(torch.int64) for cu_seq in call.documents[:2])
     row = torch.arange(len(call.q), device=call.q.device)
-    document = torch.searchsorted(begin_q[1:].contiguous(), row, right=True).clamp(max=len(begin_q) - 2)
+    document = document_of(begin_q, row)
     keys = begin_k.diff()[document]
     positions = row - begin_q[document] + keys - begin_q.diff()[document]
     exists = row < begin_q[-1]
@@ -112,7 +112,7 @@ def _rows_of_keys(call: Call, rows: _Rows, first: Tensor, last: Tensor) -> list[
         ]
     begin_q, begin_k = (cu_seq.to(torch.int64) for cu_seq in documents[:2])
     keys = torch.arange(len(call.k), device=first.device)
-    document = torch.searchsorted(begin_k[1:].contiguous(), keys, right=True).clamp(max=len(begin_k) - 2)
+    document = document_of(begin_k, keys)
     first_row = torch.searchsorted(latest[0], keys) - begin_q[document]
     end_row = torch.searchsorted(earliest[0].contiguous(), keys, right=True) - begin_q[document]
     lengths = begin_q.diff()[document]

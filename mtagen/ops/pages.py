@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..arguments import check_dense
-from ..call import Documents
+from ..call import Documents, document_of
 from ..errors import InputError, explain
 from ..spec import Spec
-from .checks import check_boundaries, check_packed
+from .checks import check_boundaries, check_packed, check_slots, is_length
 
 SMALLEST_PAGE = 16  # tokens, on a GPU
 
@@ -51,12 +51,14 @@ def check_paged(
     k_pages: Tensor,
     v_pages: Tensor,
     weights: Sequence[Tensor | None],
+    sink: Tensor | None,
+    parameters: Mapping[str, Tensor] | None,
     pages: Pages,
 ) -> list[Tensor | None]:
     """Check a call on pages: q (total, H, D), k_pages (pages, size, Hkv, D), v_pages (pages, size, Hkv, DV).
 
     Returns:
-        The weights as :func:`.checks.check_call` returns them.
+        The weights, the sink and the parameters, as registered ops take them.
 
     Raises:
         InputError: some argument does not fit. The values of tables and lengths are checked on the
@@ -85,7 +87,8 @@ def check_paged(
         raise InputError(explain("page size", size, f"must be a power of two, at least {least}", f"{legal}, ..."))
     checked = check_packed(spec, dtypes, q, k_pages[:, 0], v_pages[:, 0], weights)
     _check_requests(pages, size, len(k_pages), q, spec.context)
-    given = [q, k_pages, v_pages, *(weight for weight in checked if weight is not None)]
+    checked += check_slots(spec, q, k_pages[:, 0], sink, parameters, len(pages.lengths))
+    given = [q, k_pages, v_pages, *(x for x in checked if x is not None)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         rule = "calls on pages compute no gradients"
         raise InputError(explain("gradients", "enabled", rule, "torch.inference_mode(), torch.no_grad(), or op.varlen"))
@@ -96,26 +99,19 @@ def _check_requests(pages: Pages, size: int, count: int, q: Tensor, context: int
     """Check the table, boundaries and lengths of a call whose ``count`` pages have ``size`` tokens each."""
     table, cu_seq_q, lengths, max_q, max_k = pages
     check_dense((("block_table", table), ("lengths", lengths)))
-    if lengths.ndim != 1:
-        got = tuple(lengths.shape), lengths.dtype, lengths.device
-        raise InputError(
-            explain("lengths", got, "must have an entry for each request", "shape (requests,), torch.int32")
-        )
-    if cu_seq_q is None:
-        requests = len(lengths)
-        if isinstance(max_q, bool) or not isinstance(max_q, (int, torch.SymInt)) or len(q) != requests * max_q:
-            rule = f"without cu_seq_q each of {requests} requests has max_q={max_q} rows"
-            raise InputError(explain("rows of q", len(q), rule, "requests * max_q, or cu_seq_q=..."))
-    else:
+    if cu_seq_q is not None:
         check_boundaries(("cu_seq_q", cu_seq_q), ("max_q", max_q), len(q), q.device)
-        requests = len(cu_seq_q) - 1
-    for name, x, shape in (("block_table", table, (requests, "width")), ("lengths", lengths, (requests,))):
+    requests = lengths.numel() if cu_seq_q is None else len(cu_seq_q) - 1
+    for name, x, shape in (("lengths", lengths, (requests,)), ("block_table", table, (requests, "width"))):
         fits = x.ndim == len(shape) and len(x) == requests
         if not (fits and x.dtype == torch.int32 and x.device == q.device):
             got, legal = (tuple(x.shape), x.dtype, x.device), f"shape {shape}, torch.int32, {q.device}"
             raise InputError(explain(name, got, "must have an entry for each request, on q's device", legal))
+    if cu_seq_q is None and not (is_length(max_q) and len(q) == requests * max_q):
+        rule = f"without cu_seq_q each of {requests} requests has max_q={max_q} rows"
+        raise InputError(explain("rows of q", len(q), rule, "requests * max_q, or cu_seq_q=..."))
     room = table.shape[1] * size
-    if isinstance(max_k, bool) or not isinstance(max_k, (int, torch.SymInt)) or not 0 <= max_k <= room:
+    if not (is_length(max_k) and max_k <= room):
         rule = f"must be at least the longest request's keys; {table.shape[1]} pages of {size} tokens hold {room}"
         raise InputError(explain("max_k", max_k, rule, f"0..{room}"))
     if len(q) < requests * context:
@@ -149,13 +145,13 @@ def as_documents(
     cu_seq_k = torch.cat([ends.new_zeros(1), ends])
     total = int(ends[-1:].sum()) if q.is_cpu else requests * max_k
     rows = torch.arange(total, device=q.device, dtype=torch.int32)
-    request = _owner(ends, rows)
+    request = document_of(cu_seq_k, rows)
     place = torch.where(rows < cu_seq_k[-1], rows - cu_seq_k[request], 0)
     page = torch.where(rows < cu_seq_k[-1], table[request, place // size], 0)  # rows behind the last are padding
     k, v = (x[page, place % size] for x in (k_pages, v_pages))
     if context and requests:
         row = torch.arange(len(q), device=q.device, dtype=torch.int32)
-        owner = _owner(cu_seq_q[1:], row)
+        owner = document_of(cu_seq_q, row)
         before = lengths[owner] < cu_seq_q[1:][owner] - row
         q = q.masked_fill(before[:, None, None], 0)
     return q, k, v, Documents(cu_seq_q, cu_seq_k, max_q, max_k)
@@ -173,14 +169,5 @@ def new_rows(cu_seq_q: Tensor, total: int, context: int) -> Tensor:
     """Return the rows of the new queries among ``total`` rows; a request's first ``context`` rows are earlier ones."""
     requests = len(cu_seq_q) - 1
     numbers = torch.arange(requests + 1, device=cu_seq_q.device, dtype=torch.int32)
-    ends = (cu_seq_q - numbers * context)[1:]
     rows = torch.arange(total - requests * context, device=cu_seq_q.device, dtype=torch.int32)
-    return rows + (_owner(ends, rows) + 1) * context
-
-
-def _owner(ends: Tensor, rows: Tensor) -> Tensor:
-    """Return the request of each row.
-
-    ``ends`` holds where each request's rows end. Rows after the last end belong to the last request.
-    """
-    return torch.searchsorted(ends.contiguous(), rows, right=True, out_int32=True).clamp(max=len(ends) - 1)
+    return rows + (document_of(cu_seq_q - numbers * context, rows) + 1) * context

@@ -46,14 +46,18 @@ class PagedCache:
 
     Args:
         cache: transformers' cache.
+        layers: number of layers.
         count: new tokens of all requests, padding included.
         arguments: what transformers passes to the model.
+
+    Attributes:
+        layers: the part of each layer.
 
     Raises:
         InputError: the installed transformers has another cache.
     """
 
-    def __init__(self, cache: Any, count: int, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, cache: Any, layers: int, count: int, arguments: Mapping[str, Any]) -> None:
         self._pool, self._count, self._arguments = _pool_of(cache), count, arguments
         if not hasattr(cache, "mtagen_rings"):
             cache.mtagen_rings = {}  # of each layer; they live as long as the pages
@@ -62,10 +66,7 @@ class PagedCache:
         self._cu_seq_k = _of_layers(arguments["cu_seq_lens_k"]).to(torch.int32)
         self._longest = [_of_layers(_either(arguments, f"max_length_{x}", f"max_seqlen_{x}")) for x in ("q", "k")]
         self._steps: dict[tuple[int, ...], Step] = {}
-
-    def layer(self, number: int) -> PagedLayer:
-        """Return the part of a layer."""
-        return PagedLayer(self, number)
+        self.layers = [PagedLayer(self, number) for number in range(layers)]
 
     def attend(
         self, number: int, op: AttentionOp, weights: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor
@@ -122,7 +123,7 @@ class PagedLayer(EngineCache):
 
 
 class _Pool(NamedTuple):
-    """What mtagen needs of transformers' cache, whose names and arguments differ between versions.
+    """The part of transformers' cache that mtagen uses. Its names and arguments differ between versions.
 
     Attributes:
         size: tokens of a page.
@@ -149,34 +150,41 @@ def _pool_of(cache: Any) -> _Pool:
         InputError: it is of another version, or its layers belong to several groups.
     """
     if hasattr(cache, "layer_to_allocator"):  # transformers 5.24
-        groups = {*cache.layer_to_allocator.values()}
+        groups, describe = {*cache.layer_to_allocator.values()}, _pool_of_allocator
     else:  # transformers 5.17
-        groups = {*getattr(cache, "group_cache_managers", ())}
+        groups, describe = {*getattr(cache, "group_cache_managers", ())}, _pool_of_lists
     if len(groups) > 1:
         rule = "its layers belong to several groups, and mtagen knows where the queries of one group lie"
         raise InputError(explain("cache", f"{len(groups)} groups", rule, "a model whose layers are of one type"))
     if not groups:
         rule = "mtagen does not know the cache of this version of transformers"
         raise InputError(explain("cache", type(cache).__name__, rule, "transformers 5.17 or 5.24, or generate"))
-    (only,) = groups
-    if hasattr(cache, "layer_to_allocator"):
+    return describe(cache, *groups)
 
-        def store(number: int, k: Tensor, v: Tensor, arguments: Mapping[str, Any]) -> Sequence[Tensor]:
-            names = ("read_index", "write_index", "block_table", "cu_seq_lens_k", "max_length_k")
-            stored = cache.update(k, v, number, {name: arguments[name] for name in names})
-            return [x[0].transpose(0, 1) for x in stored]
 
-        rows = only.cache_tensor.shape[0] * only.rows_per_token
-        stride = only.block_physical_stride
-        after = partial(_after, only, "copy_blocks")
-        return _Pool(only.tokens_per_page, stride, rows // stride + 1, only.index, store, after)
+def _pool_of_allocator(cache: Any, group: Any) -> _Pool:
+    """Describe a cache of transformers 5.24."""
 
-    def store_by_index(number: int, k: Tensor, v: Tensor, arguments: Mapping[str, Any]) -> Sequence[Tensor]:
+    def store(number: int, k: Tensor, v: Tensor, arguments: Mapping[str, Any]) -> Sequence[Tensor]:
+        names = ("read_index", "write_index", "block_table", "cu_seq_lens_k", "max_length_k")
+        stored = cache.update(k, v, number, {name: arguments[name] for name in names})
+        return [x[0].transpose(0, 1) for x in stored]
+
+    stride = group.block_physical_stride
+    pages = group.cache_tensor.shape[0] * group.rows_per_token // stride + 1
+    after = partial(_after, group, "copy_blocks")
+    return _Pool(group.tokens_per_page, stride, pages, group.index, store, after)
+
+
+def _pool_of_lists(cache: Any, group: Any) -> _Pool:
+    """Describe a cache of transformers 5.17, which holds the keys and values of each layer in lists."""
+
+    def store(number: int, k: Tensor, v: Tensor, arguments: Mapping[str, Any]) -> Sequence[Tensor]:
         stored: Sequence[Tensor] = cache.update(k, v, number, arguments["read_index"], arguments["write_index"])
         return stored
 
-    pages = cache.key_cache[0].shape[0] // cache.block_size
-    return _Pool(cache.block_size, cache.block_size, pages, 0, store_by_index, partial(_after, cache, "copy_cache"))
+    size, pages = cache.block_size, cache.key_cache[0].shape[0] // cache.block_size
+    return _Pool(size, size, pages, 0, store, partial(_after, cache, "copy_cache"))
 
 
 def _after(holder: Any, name: str, then: Callable[[list[int], list[int]], None]) -> None:

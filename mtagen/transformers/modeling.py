@@ -215,17 +215,12 @@ class MtaModel(MtaPreTrainedModel):
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         (batch, count), device = hidden_states.shape[:2], hidden_states.device
         check_position_ids(position_ids, (batch, count))
+        packing, padding, paged = None, None, None
         if is_paged(cache):
             boundaries = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
             longest = {"max_length_q": max_length_q, "max_length_k": max_length_k}
-            paged = PagedCache(cache, count, {**boundaries, **longest, **kwargs})
-            for i, layer in enumerate(self.layers):
-                hidden_states = layer(hidden_states, position_ids=position_ids, cache=paged.layer(i))
-            return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states))
-
-        packing, padding = None, None
-        cache = given_cache(cache, past_key_values)
-        if cache is None and not use_cache:
+            paged, cache = PagedCache(cache, len(self.layers), count, {**boundaries, **longest, **kwargs}), None
+        elif (cache := given_cache(cache, past_key_values)) is None and not use_cache:
             if cu_seq_lens_q is None:
                 packing = find_documents((batch, count), device, attention_mask, position_ids, seq_idx)
             elif attention_mask is None:
@@ -248,12 +243,13 @@ class MtaModel(MtaPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         states = [hidden_states]
+        caches = paged or cache
         for i, layer in enumerate(self.layers):
             hidden_states = layer(
                 hidden_states,
                 position_ids=position_ids,
                 packing=packing,
-                cache=None if cache is None else cache.layers[i],
+                cache=None if caches is None else caches.layers[i],
                 padding=padding,
             )
             if output_hidden_states:

@@ -20,6 +20,13 @@ class References(NamedTuple):
     below: int
     above: int
 
+    @property
+    def reason(self) -> str:
+        """Why probabilities of this size fit, for the kernel's comment."""
+        if self.below > 15:
+            return "P is bf16, which has the range of fp32."
+        return "So P also fits fp16, whose largest number is 65504."
+
     @classmethod
     def of(cls, spec: Spec) -> References:
         """Return the distances for a request.

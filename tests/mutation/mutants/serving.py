@@ -83,8 +83,8 @@ MUTANTS = (
     Mutant(
         "earlier-rows-are-results",
         PAGES,
-        "return rows + (_owner(ends, rows) + 1) * context",
-        "return rows + _owner(ends, rows) * context",
+        "return rows + (document_of(cu_seq_q - numbers * context, rows) + 1) * context",
+        "return rows + document_of(cu_seq_q - numbers * context, rows) * context",
         "Results begin with those of the earlier queries.",
         (PAGED,),
     ),
