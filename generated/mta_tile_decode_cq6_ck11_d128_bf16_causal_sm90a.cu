@@ -299,13 +299,30 @@ struct Heads8 {  // the kernel for up to this many heads of a group
 };
 
 struct Problem {  // the arguments of a kernel, in their order
-  const Element *__restrict__ q, *__restrict__ k, *__restrict__ v;
+  const Element* __restrict__ q;
+  const Element* __restrict__ k;
+  const Element* __restrict__ v;
   const float* __restrict__ weight;
   const int* __restrict__ seqlens;
   Element* __restrict__ out;
-  float *__restrict__ lse, *__restrict__ partial, *__restrict__ partial_lse;
-  long long q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n;
-  int n_max, kv_heads, group, n_new, cta_heads, num_splits;
+  float* __restrict__ lse;
+  float* __restrict__ partial;
+  float* __restrict__ partial_lse;
+  long long q_stride_b;
+  long long q_stride_h;
+  long long q_stride_n;
+  long long k_stride_b;
+  long long k_stride_h;
+  long long k_stride_n;
+  long long v_stride_b;
+  long long v_stride_h;
+  long long v_stride_n;
+  int n_max;
+  int kv_heads;
+  int group;
+  int n_new;
+  int cta_heads;
+  int num_splits;
   float scale;
 };
 
@@ -343,6 +360,12 @@ DEVICE T* region(int offset) {
 
 using KeyRows = TensorRows<Element>;  // the rows of a head's keys or values
 
+// The rows of a key head of sequence b, which has an entry of the cache.
+DEVICE KeyRows rows_of_head(const Problem&, const Element* cache, long long stride_b, long long stride_h,
+                            long long stride_n, int b, int kv_head, int) {
+  return {cache + b * stride_b + kv_head * stride_h, stride_n};
+}
+
 // The work of a CTA: a split of the keys and some query heads. CTAs with the same keys are neighbours in the grid.
 template <class Tile>
 struct Work {
@@ -371,10 +394,10 @@ struct Work {
 
   // The rows of the keys and values of the CTA's sequence.
   DEVICE KeyRows keys(const Problem& x) const {
-    return {x.k + b * x.k_stride_b + kv_head * x.k_stride_h, x.k_stride_n};
+    return rows_of_head(x, x.k, x.k_stride_b, x.k_stride_h, x.k_stride_n, b, kv_head, length);
   }
   DEVICE KeyRows values(const Problem& x) const {
-    return {x.v + b * x.v_stride_b + kv_head * x.v_stride_h, x.v_stride_n};
+    return rows_of_head(x, x.v, x.v_stride_b, x.v_stride_h, x.v_stride_n, b, kv_head, length);
   }
 
   // The function of scores, in units of log2, of the CTA's head h.

@@ -159,14 +159,17 @@ class Step(NamedTuple):
     Attributes:
         q_tail: (B, H, context + n_new, D), the earlier queries that the new ones depend on, then
             the new ones.
-        k_cache: (B, Hkv, N, D).
-        v_cache: (B, Hkv, N, DV).
+        k_cache: (B, Hkv, N, D); with a block_table (pages, Hkv, size, D).
+        v_cache: (B, Hkv, N, DV); with a block_table (pages, Hkv, size, DV).
         weight, head_weight, post_weight, post_head_weight, sink, parameter0, ..., parameter7: as in
             :class:`Call`.
         cache_seqlens: (B,) int32, the number of keys in use of each entry; None means all N.
         scale: factor of q k^T.
         num_splits: number of parts into which kernels split the keys; 0 means as planned.
         key: names the built op.
+        block_table: (B, width) int32, the pages of each sequence in order; None for a cache with an
+            entry for each sequence. A step with pages has ``cache_seqlens``.
+        max_k: with pages, the most keys of a sequence, or more.
     """
 
     q_tail: Tensor
@@ -189,6 +192,13 @@ class Step(NamedTuple):
     scale: float
     num_splits: int
     key: str
+    block_table: Tensor | None = None
+    max_k: Length = 0
+
+    @property
+    def capacity(self) -> int:
+        """The most keys that a sequence can have."""
+        return self.k_cache.shape[2] if self.block_table is None else self.max_k
 
     @property
     def weights(self) -> list[Tensor]:

@@ -167,6 +167,8 @@ class Spec:
             batch.
         dropout: whether attention probabilities are dropped (after all stages), with a probability
             that each call gives.
+        page_size: for steps of decoding whose keys and values lie in pages of so many tokens, a
+            power of two; None for a cache that has an entry for each sequence.
 
     Raises:
         SpecError: a field is out of range.
@@ -191,6 +193,7 @@ class Spec:
     sink: bool = False
     packed: bool = False
     dropout: bool = False
+    page_size: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("kernel", "post_kernel"):
@@ -212,6 +215,9 @@ class Spec:
         for name in ("causal", "sink", "packed", "dropout"):
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(explain(name, getattr(self, name), "must be a bool", (True, False)))
+        page = as_int(self.page_size)
+        if self.page_size is not None and (page is None or page < 1 or page & (page - 1)):
+            raise SpecError(explain("page_size", self.page_size, "must be a power of two", "16, 32, 64, ... or None"))
         for name, legal in (("key_padding", KEY_PADDINGS), ("mask", MASKS), ("dtype", tuple(DTYPES))):
             check_choice(name, getattr(self, name), legal)
         left, right = _window(self.window)
@@ -435,8 +441,9 @@ class Spec:
         return cls(**fields)
 
 
-# Fields that mtagen.build takes as options: a built op serves batches and packed documents, with dropout and without.
-OPTIONS = tuple(name for name in Spec.__dataclass_fields__ if name not in ("packed", "dropout"))
+# Fields that mtagen.build takes as options: a built op serves batches, packed documents and pages, with dropout and
+# without.
+OPTIONS = tuple(name for name in Spec.__dataclass_fields__ if name not in ("packed", "dropout", "page_size"))
 # Options that mtagen.reference takes: it sees the stages and sizes in its tensors.
 _IN_TENSORS = (*STAGES.values(), "parameters", "sink", "head_dim", "value_head_dim", "dtype")
 RULES = tuple(name for name in OPTIONS if name not in _IN_TENSORS)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mtagen
 from mtagen.ops.attention import AttentionOp
-from mtagen.spec import Spec
+from mtagen.spec import MAX_NEW_TOKENS, Spec
 
 Requests = Sequence[tuple[int, int]]  # new queries and keys of each
 UNUSED = 10**6  # an entry of a table that is no page
@@ -94,34 +94,71 @@ def expected(spec: Spec, requests: Requests, given: Paged) -> Tensor:
     return torch.cat(outs)
 
 
-def as_varlen(op: AttentionOp, given: Paged) -> Tensor:
-    """Return the same outputs by ``varlen``, of keys and values one after another."""
+def contiguous(op: AttentionOp, given: Paged, num_splits: int | None = None) -> Tensor:
+    """Return the same outputs by ``decode`` for requests with 1 to 8 new queries, and by ``varlen`` for the others.
+
+    Keys and values lie one after another.
+    """
     arguments, context = given.arguments, op.plan.spec.context
+    counts = (arguments["cu_seq_q"].diff() - context).tolist()
+    steps = _by_decode(op, given, min(MAX_NEW_TOKENS, max(counts)), num_splits)
+    chunks = _by_varlen(op, given)
+    return torch.cat(
+        [
+            steps[number, -count:] if 1 <= count <= MAX_NEW_TOKENS else chunks[number][context:]
+            for number, count in enumerate(counts)
+        ]
+    )
+
+
+def _by_decode(op: AttentionOp, given: Paged, new: int, num_splits: int | None) -> Tensor:
+    """Return the outputs of the last ``new`` queries of each request, (requests, new, H, DV)."""
+    arguments, spec = given.arguments, op.plan.spec
+    q, lengths = arguments["q"], arguments["lengths"]
+    shape = (len(lengths), spec.context + new, *q.shape[1:])
+    tail = torch.zeros(shape, dtype=q.dtype, device=q.device)
+    caches = [
+        torch.full(
+            (len(lengths), x.shape[2], arguments["max_k"], x.shape[3]), torch.nan, dtype=q.dtype, device=q.device
+        )
+        for x in (arguments["k_pages"], arguments["v_pages"])
+    ]
+    for number, ((begin, end), (_, *stored)) in enumerate(
+        zip(pairwise(arguments["cu_seq_q"].tolist()), given.sequences, strict=True)
+    ):
+        rows = q[begin:end][-shape[1] :]
+        tail[number, shape[1] - len(rows) :] = rows
+        for cache, x in zip(caches, stored, strict=True):
+            cache[number, :, : len(x)] = x.transpose(0, 1)
+    out = op.decode(tail.transpose(1, 2), *caches, **given.weights, cache_seqlens=lengths, num_splits=num_splits)
+    return out.transpose(1, 2)
+
+
+def _by_varlen(op: AttentionOp, given: Paged) -> Sequence[Tensor]:
+    """Return the outputs of all rows of each request."""
+    arguments = given.arguments
     dtype, device = arguments["q"].dtype, arguments["q"].device
     k, v = (torch.cat([x[i] for x in given.sequences]).to(device, dtype) for i in (1, 2))
     lengths = arguments["lengths"].cumsum(0, dtype=torch.int32)
-    cu_seq_q = arguments["cu_seq_q"]
-    counts = cu_seq_q.diff().tolist()
-    q = arguments["q"].nan_to_num(nan=0.0)
     out = op.varlen(
-        q,
+        arguments["q"].nan_to_num(nan=0.0),
         k,
         v,
         **given.weights,
-        cu_seq_q=cu_seq_q,
+        cu_seq_q=arguments["cu_seq_q"],
         cu_seq_k=torch.cat([lengths.new_zeros(1), lengths]),
         max_q=arguments["max_q"],
         max_k=arguments["max_k"],
     )
-    return torch.cat([rows[context:] for rows in out.split(counts)])
+    return out.split(arguments["cu_seq_q"].diff().tolist())
 
 
-def assert_alone_alike(op: AttentionOp, given: Paged, out: Tensor) -> None:
+def assert_alone_alike(op: AttentionOp, given: Paged, num_splits: int) -> None:
     """Assert that each request alone, in a table of its own width, has the bits that it has among others."""
     context, arguments = op.plan.spec.context, given.arguments
+    out = op.paged(**arguments, num_splits=num_splits)
     starts = arguments["cu_seq_q"].tolist()
     for number, (begin, end) in enumerate(pairwise(starts)):
-        keys = int(arguments["lengths"][number])
         if end - begin == context:
             continue
         one = {
@@ -130,7 +167,7 @@ def assert_alone_alike(op: AttentionOp, given: Paged, out: Tensor) -> None:
             "cu_seq_q": torch.tensor([0, end - begin], dtype=torch.int32, device=out.device),
             "lengths": arguments["lengths"][number : number + 1],
             "max_q": end - begin,
-            "max_k": keys,
         }
+        alone = op.paged(**arguments | one, num_splits=num_splits)
         first = begin - number * context
-        assert torch.equal(op.paged(**arguments | one), out[first : first + end - begin - context]), number
+        assert torch.equal(alone, out[first : first + end - begin - context]), number

@@ -112,6 +112,51 @@ def shapes_of(spec: Spec) -> Shapes:
     return _PACKED if spec.packed else _BATCH
 
 
+class CacheShapes(NamedTuple):
+    """Texts about the keys and values of a decode step, for host functions and their documentation.
+
+    Attributes:
+        axes: axes of keys and of values, without the last.
+        options: parameters after the scale.
+        arguments: lines about these parameters.
+        lengths: statements that read the heads of keys, and the most keys of a sequence under the name ``keys``.
+    """
+
+    axes: str
+    options: str
+    arguments: tuple[str, ...]
+    lengths: tuple[str, ...]
+
+
+_SPLITS = "num_splits: parts into which the keys are split; None means as planned."
+_ENTRIES = CacheShapes(
+    axes="B, Hkv, N",
+    options="cache_seqlens=None, num_splits=None",
+    arguments=(
+        "cache_seqlens: (B,) int32, contiguous: number of each entry's keys in use, new keys included; None means all "
+        "N.",
+        _SPLITS,
+    ),
+    lengths=("_, kv_heads, {keys}, _ = k_cache.shape",),
+)
+_PAGES = CacheShapes(
+    axes="pages, Hkv, {size}",
+    options="cache_seqlens, num_splits, block_table, max_k",
+    arguments=(
+        "cache_seqlens: (B,) int32, contiguous: number of each sequence's keys, new keys included.",
+        _SPLITS,
+        "block_table: (B, width) int32, contiguous: the pages of each sequence in order.",
+        "max_k: at least the most keys of a sequence, and at most those of `width` pages.",
+    ),
+    lengths=("kv_heads, {keys}, table_width = k_cache.shape[1], max_k, block_table.shape[1]",),
+)
+
+
+def cache_shapes_of(spec: Spec) -> CacheShapes:
+    """Return what is said about the keys and values of a spec's decode steps."""
+    return _PAGES._replace(axes=_PAGES.axes.format(size=spec.page_size)) if spec.page_size else _ENTRIES
+
+
 def codes(kernel: Kernel) -> str:
     """Return the types of a CUDA kernel's arguments, in the codes of :mod:`struct`."""
     return "".join(_CODES[argument.kind] for argument in kernel.arguments)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from ..planner.geometry.cache import Cache
 from ..planner.geometry.score import ScoreFunction, ScoreStage
 from ..planner.kernel import Kernel
 from ..planner.strip import kernels
@@ -49,6 +50,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "spec": spec,
         "options": host.options(spec),
         "mask": mask,
+        "cache": Cache.of(spec),
         "masks": masks_of(mask),
         "limits": module.limits,
         "pitch_multiple": module.limits.pitch_multiple,

@@ -10,6 +10,7 @@ from typing import Any
 import jinja2
 import sympy
 
+from ..planner.geometry.cache import Cache
 from ..planner.geometry.score import ScoreStage
 from ..planner.geometry.sequence import SEQUENCE
 from ..planner.kernel import Argument, Kernel
@@ -183,6 +184,7 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "lift": lift,
         "bands": lift.bands,
         "mask": lift.mask,
+        "cache": Cache.of(spec),
         "sequence": SEQUENCE,
         # Numbers of the request
         "cq": spec.cq,

@@ -23,12 +23,12 @@ from ..planner import BACKENDS, Plan, plan
 from ..runtime.load import Passes, compile_kernels, load, plan_key
 from ..spec import MAX_NEW_TOKENS, DType, Spec
 from . import library
-from .checks import check_call, check_decode, check_heads, check_slots, check_varlen
+from .checks import check_call, check_decode, check_heads, check_slots, check_splits, check_varlen
 from .executor import Executor
-from .pages import Pages, as_caches, as_documents, check_paged, new_rows
+from .pages import Pages, Routes, as_documents, check_paged, new_begins, new_rows, of_tails, tails
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack  # of typing itself from Python 3.11 on
+    from typing_extensions import NotRequired, Unpack  # of typing itself from Python 3.11 on
 
 
 class _Options(TypedDict, total=False):
@@ -60,6 +60,7 @@ class _PagedOptions(_Options):
     lengths: Tensor
     max_q: int
     max_k: int
+    num_splits: NotRequired[int | None]
 
 
 class _DecodeOptions(_Options, total=False):
@@ -502,14 +503,16 @@ class AttentionOp:
         sink: Tensor | None = None,
         parameters: Mapping[str, Tensor] | None = None,
         scale: float | None = None,
+        num_splits: int | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the new queries of several requests, whose keys and values lie in pages.
 
         A request may have any number of new queries: a chunk of a prompt, or one token, or none.
-        The keys of the requests are copied from their pages. Then the kernels of :meth:`decode`
-        compute the outputs if ``cu_seq_q`` is None and there are 1..8 new queries of each request,
-        else those of :meth:`varlen`. :class:`mtagen.serving.Rings` keeps the earlier queries.
+        The kernels of :meth:`decode` compute requests with 1..8 new queries, and read their keys from
+        the pages. Those of :meth:`varlen` compute the others, from copies of their keys. Which
+        request is which is decided on the device. :class:`mtagen.serving.Rings` keeps the earlier
+        queries.
 
         Args:
             q: ``(total, H, D)``, the requests' rows one request after another: the ``context``
@@ -528,8 +531,11 @@ class AttentionOp:
                 request ends. Rows after that end are padding. None: each request has ``max_q`` rows.
             lengths: ``(requests,)`` int32, keys of each request; 0 marks an unused entry.
             max_q: rows of the longest request, or more.
-            max_k: keys of the longest request, or more. On a GPU the copies have room for ``max_k``
-                keys of each request.
+            max_k: keys of the longest request, or more. On a GPU copies of keys have room for
+                ``max_k`` keys of each request; there are none if ``max_q`` allows at most 8 new queries.
+            num_splits: parts into which the keys of requests with 1..8 new queries are split, 1, 2,
+                ...; planned from ``max_k`` and the number of requests by default. If it is given, a
+                request has the same bits whatever else is in the call, for equal ``max_k``.
             return_lse: also return the log-sum-exps, ``(H, total - requests * context)`` fp32.
 
         Returns:
@@ -545,19 +551,48 @@ class AttentionOp:
         given = (weight, head_weight, post_weight, post_head_weight)
         pages = Pages(block_table, cu_seq_q, lengths, max_q, max_k)
         weights = check_paged(self._spec, self.dtypes, q, k_pages, v_pages, given, sink, parameters, pages)
-        scale, new = resolve_scale(scale, self._spec.head_dim), max_q - self._spec.context
-        if cu_seq_q is None and 1 <= new <= MAX_NEW_TOKENS and len(lengths):
-            tail = q.view(len(lengths), max_q, *q.shape[1:]).transpose(1, 2)
-            caches = as_caches(k_pages, v_pages, pages)
-            out, lse = library.run("decode", tail, *caches, *weights, lengths, scale, 0, self._key)
-            out, lse = out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)
-            return (out, lse) if return_lse else out
+        scale = resolve_scale(scale, self._spec.head_dim)
+        check_splits(num_splits, len(lengths) * q.shape[1] * MAX_NEW_TOKENS)
+        routes = Routes.of(pages, self._spec.context, num_splits is not None)
+        results = []
+        if routes.steps is not None:
+            results.append(self._paged_steps(q, k_pages, v_pages, weights, routes.steps, scale, num_splits))
+        if routes.chunks is not None:
+            results.append(self._paged_chunks(q, k_pages, v_pages, weights, routes.chunks, scale))
+        if len(results) == 2:
+            begins = new_begins(pages.boundaries, self._spec.context)
+            results = [tuple(routes.joined(*pair, begins) for pair in zip(*results, strict=True))]
+        out, lse = results[0]
+        return (out, lse.transpose(0, 1)) if return_lse else out
+
+    def _paged_steps(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        weights: list[Tensor | None],
+        pages: Pages,
+        scale: float,
+        num_splits: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute requests by the kernels of decode steps: out (new queries, H, DV), lse (new queries, H)."""
+        context, total = self._spec.context, len(q)
+        tail, caches = tails(q, pages).transpose(1, 2), (x.transpose(1, 2) for x in (k_pages, v_pages))
+        table = pages.block_table, pages.max_k
+        step = (pages.lengths, scale, num_splits or 0, self._key, *table)
+        out, lse = library.run("decode", tail, *caches, *weights, *step)
+        return of_tails(out.transpose(1, 2), pages, total, context), of_tails(lse.mT, pages, total, context)
+
+    def _paged_chunks(
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, weights: list[Tensor | None], pages: Pages, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Compute requests by the kernels of packed documents: the results as of :meth:`_paged_steps`."""
         q, k, v, documents = as_documents(q, k_pages, v_pages, pages, self._spec.context)
         out, lse = library.run("forward", q, k, v, *weights, scale, self._key, *documents, None, 0.0)
         if self._spec.context:
             rows = new_rows(documents.cu_seq_q, len(q), self._spec.context)
             out, lse = out[rows], lse[:, rows]
-        return (out, lse) if return_lse else out
+        return out, lse.mT
 
 
 def assemble(
@@ -606,7 +641,7 @@ def assemble(
     )
     for variant in product((False, True)[: packed + 1], (False, True)[: dropout + 1]):
         if generated and any(variant):
-            variants(*variant)
+            variants(*variant, None)
     key = f"{plan_key(planned, sources)}-torch_on_cpu{torch_on_cpu:d}-deterministic{deterministic}"
     library.register(key, executor)
     fixed = dtype or (spec.dtype if generated else None)
@@ -615,19 +650,20 @@ def assemble(
 
 
 class _Variants:
-    """Passes of a spec with packed documents, dropout, or both, each built on first use."""
+    """Passes of a spec with packed documents, dropout, both, or pages, each built on first use."""
 
     def __init__(self, spec: Spec, plan_like: Callable[[Spec], Plan]) -> None:
         self._spec, self._plan_like = spec, plan_like
         self._lock = threading.Lock()
-        self._built: dict[tuple[bool, bool], Passes] = {}
+        self._built: dict[tuple[bool, bool, int | None], Passes] = {}
 
-    def __call__(self, packed: bool, dropout: bool) -> Passes:
+    def __call__(self, packed: bool, dropout: bool, page_size: int | None) -> Passes:
+        key = packed, dropout, page_size
         with self._lock:
-            if (packed, dropout) not in self._built:
-                planned = self._plan_like(replace(self._spec, packed=packed, dropout=dropout))
-                self._built[packed, dropout] = _passes(planned, render(planned))
-            return self._built[packed, dropout]
+            if key not in self._built:
+                planned = self._plan_like(replace(self._spec, packed=packed, dropout=dropout, page_size=page_size))
+                self._built[key] = _passes(planned, render(planned))
+            return self._built[key]
 
 
 def _passes(planned: Plan, sources: Sources) -> Passes:

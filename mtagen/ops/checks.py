@@ -72,16 +72,25 @@ def check_decode(
             raise InputError(
                 explain("cache_seqlens", got, "must be one length per batch entry, on q_tail's device", legal)
             )
-    if num_splits is not None:
-        is_int = isinstance(num_splits, int) and not isinstance(num_splits, bool)
-        if not (is_int and 1 <= num_splits <= MAX_SPLITS):
-            legal = f"1, 2, ... or None to plan it; at most {MAX_SPLITS}"
-            raise InputError(explain("num_splits", num_splits, "must be a positive int", legal))
-        outputs = q_tail.shape[0] * q_tail.shape[1] * (rows - context)
-        if outputs * num_splits > GRID_X:
-            limit = f"{outputs} rows of outputs have this many partial results each, and {GRID_X} in all is the limit"
-            raise InputError(explain("num_splits", num_splits, limit, f"{GRID_X // outputs} or less, or None"))
+    check_splits(num_splits, q_tail.shape[0] * q_tail.shape[1] * (rows - context))
     return checked
+
+
+def check_splits(num_splits: int | None, outputs: int) -> None:
+    """Check the number of parts into which the keys of a step are split, for ``outputs`` rows of outputs.
+
+    Raises:
+        InputError: it is not a positive int, or too large.
+    """
+    if num_splits is None:
+        return
+    is_int = isinstance(num_splits, int) and not isinstance(num_splits, bool)
+    if not (is_int and 1 <= num_splits <= MAX_SPLITS):
+        legal = f"1, 2, ... or None to plan it; at most {MAX_SPLITS}"
+        raise InputError(explain("num_splits", num_splits, "must be a positive int", legal))
+    if outputs * num_splits > GRID_X:
+        limit = f"{outputs} rows of outputs have this many partial results each, and {GRID_X} in all is the limit"
+        raise InputError(explain("num_splits", num_splits, limit, f"{GRID_X // outputs} or less, or None"))
 
 
 def check_heads(spec: Spec, heads: int) -> int:
@@ -258,3 +267,17 @@ def _checked_weight(spec: Spec, queries: tuple[str, Tensor], name: str, weight: 
         rule = f"this op was built with {STAGES[name]}={getattr(spec, STAGES[name])}, so each call needs its weight"
         raise InputError(explain(name, weight, rule, f"shape {shape}, such as op.identity_weights({heads})['{name}']"))
     return shaped_weight(queries, name, weight, spec.mixed.get(name), shape)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Return whether rows start at multiples of 16 bytes and share no memory (bulk copies)."""
+    if x.data_ptr() % 16:
+        return False
+    if x.is_contiguous():  # a row of any head dim that a spec can have is a multiple of 16 bytes
+        return True
+    *strides, last = x.stride()
+    vector = 16 // x.element_size()
+    for size, stride in zip(x.shape, strides, strict=False):
+        if size > 1 and (stride <= 0 or stride % vector):
+            return False
+    return last == 1

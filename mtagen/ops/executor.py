@@ -18,15 +18,18 @@ from ..errors import BackendError, explain
 from ..runtime.load import Passes
 from ..spec import Spec
 from . import mask_tables
+from .checks import is_aligned
+from .pages import without_pages
 
 
-def plain_only(packed: bool, dropout: bool) -> Passes:
-    """Refuse packed documents and dropout, in an executor that was made without kernels for them.
+def plain_only(packed: bool, dropout: bool, page_size: int | None) -> Passes:
+    """Refuse packed documents, dropout and pages, in an executor that was made without kernels for them.
 
     Raises:
         BackendError: always.
     """
-    got = " and ".join(name for name, asked in (("packed documents", packed), ("dropout", dropout)) if asked)
+    asked = (("packed documents", packed), ("dropout", dropout), ("pages", page_size))
+    got = " and ".join(name for name, is_asked in asked if is_asked)
     raise BackendError(explain("kernels", got, "this op was made without them", "an op that mtagen.build returns"))
 
 
@@ -40,8 +43,8 @@ class Executor:
         kernels_on_cpu: whether the kernels run in Triton's interpreter, on CPU tensors.
         torch_on_cpu: whether CPU tensors go to the torch backend (backend "auto" or "torch").
         deterministic: whether gradients are bit-reproducible; None: as ``torch.use_deterministic_algorithms`` says.
-        variants: returns the passes for packed documents, or dropout, or both; it may build them on
-            first use.
+        variants: returns the passes for packed documents or not, with dropout or without, and for
+            pages of so many tokens or a cache; it may build them on first use.
     """
 
     spec: Spec
@@ -49,7 +52,7 @@ class Executor:
     kernels_on_cpu: bool
     torch_on_cpu: bool
     deterministic: bool | None = None
-    variants: Callable[[bool, bool], Passes] = plain_only
+    variants: Callable[[bool, bool, int | None], Passes] = plain_only
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """Return out (B, H, Nq, DV) in q.dtype and lse (B, H, Nq) in fp32 (fp64 for fp64).
@@ -67,6 +70,7 @@ class Executor:
         with _on(q):
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
             weights = self._as_kernels_take(q, call) + mask_tables.of_call(self.spec, call, "forward")
+            assert kernels.forward is not None, "calls without pages have it"
             return kernels.forward(q, k, v, *weights, call.scale, *_as_passed(documents), *_as_passed(dropout))
 
     def backward(self, call: Call, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
@@ -83,7 +87,8 @@ class Executor:
             return grads
         with _on(q):
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
-            grad_out = grad_out if _is_aligned(grad_out) else grad_out.clone(memory_format=torch.contiguous_format)
+            grad_out = grad_out if is_aligned(grad_out) else grad_out.clone(memory_format=torch.contiguous_format)
+            assert kernels.backward is not None, "calls without pages have it"
             dq, dk, dv, *dweights = kernels.backward(
                 grad_out,
                 grad_lse.contiguous(),
@@ -107,9 +112,9 @@ class Executor:
     def decode(self, step: Step) -> tuple[Tensor, Tensor]:
         """Return out (B, H, n_new, DV) and lse (B, H, n_new)."""
         q_tail, k_cache, v_cache, cache_seqlens = step.q_tail, step.k_cache, step.v_cache, step.cache_seqlens
-        kernels = self._kernels_for(q_tail)
+        kernels = self._kernels_for(q_tail, page_size=None if step.block_table is None else k_cache.shape[2])
         if kernels is None:
-            return cpu.decode(self.spec, step)
+            return cpu.decode(self.spec, step if step.block_table is None else without_pages(step))
         if q_tail.numel() == 0 or k_cache.numel() == 0:
             shape = (*q_tail.shape[:2], q_tail.shape[2] - self.spec.context)
             return _with_sink(step, *_empty_result(q_tail, shape, shape, v_cache))
@@ -119,7 +124,9 @@ class Executor:
             lengths = None if cache_seqlens is None else cache_seqlens.contiguous()  # may be one length, expanded
             fp32_weights = self._as_kernels_take(q_tail, step) + mask_tables.of_step(self.spec, step)
             assert kernels.decode is not None, "batches without dropout decode"
-            return kernels.decode(q_tail, k_cache, v_cache, *fp32_weights, step.scale, lengths, step.num_splits or None)
+            pages = () if step.block_table is None else (step.block_table.contiguous(), step.max_k)
+            splits = step.num_splits or None
+            return kernels.decode(q_tail, k_cache, v_cache, *fp32_weights, step.scale, lengths, splits, *pages)
 
     def _as_kernels_take(self, q: Tensor, call: Call | Step) -> list[Tensor]:
         """Return the weights, the sink and the parameters of expressions in fp32.
@@ -159,7 +166,11 @@ class Executor:
         return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
 
     def _kernels_for(
-        self, q: Tensor, documents: Documents | None = None, dropout: Dropout | None = None
+        self,
+        q: Tensor,
+        documents: Documents | None = None,
+        dropout: Dropout | None = None,
+        page_size: int | None = None,
     ) -> Passes | None:
         """Return the generated kernels if they serve q's device, None if the torch backend does."""
         if q.is_cpu and not self.kernels_on_cpu:
@@ -167,9 +178,9 @@ class Executor:
                 return None
             rule = "the kernels of this op run on GPUs only"
             raise BackendError(explain("device", "cpu", rule, "a GPU, backend='auto', or TRITON_INTERPRET=1"))
-        if self.kernels is None or (documents is None and dropout is None):
+        if self.kernels is None or (documents is None and dropout is None and page_size is None):
             return self.kernels
-        return self.variants(documents is not None, dropout is not None)
+        return self.variants(documents is not None, dropout is not None, page_size)
 
 
 def single_tap(q: Tensor) -> Tensor:
@@ -218,22 +229,8 @@ def _as_fp32(weight: Tensor) -> Tensor:
     return weight if weight.data_ptr() % 16 == 0 else weight.clone()
 
 
-def _is_aligned(x: Tensor) -> bool:
-    """Return whether rows start at multiples of 16 bytes and share no memory (bulk copies)."""
-    if x.data_ptr() % 16:
-        return False
-    if x.is_contiguous():  # a row of any head dim that a spec can have is a multiple of 16 bytes
-        return True
-    *strides, last = x.stride()
-    vector = 16 // x.element_size()
-    for size, stride in zip(x.shape, strides, strict=False):
-        if size > 1 and (stride <= 0 or stride % vector):
-            return False
-    return last == 1
-
-
 def _aligned(name: str, x: Tensor) -> Tensor:
-    if _is_aligned(x):
+    if is_aligned(x):
         return x
     # Python shows a warning once per place and text.
     warnings.warn(

@@ -41,7 +41,7 @@ def decode_flop(step: Step) -> int:
     Each convolution leaves cq - 1 rows fewer to the stages after it. All keys of a cache count,
     because shapes do not say how many are in use.
     """
-    (batch, heads, rows, d), n, dv = step.q_tail.shape, step.k_cache.shape[2], step.v_cache.shape[3]
+    (batch, heads, rows, d), n, dv = step.q_tail.shape, step.capacity, step.v_cache.shape[3]
     flop_per_key = rows * d
     for kernel, matrix in ((step.weight, step.head_weight), (step.post_weight, step.post_head_weight)):
         rows -= 0 if kernel is None else kernel.shape[1] - 1

@@ -48,7 +48,7 @@ def of_step(spec: Spec, step: Step) -> list[Tensor]:
     """Return the tables of the rows of a step of decoding, earlier queries first, ``(B, context + n_new)``."""
     if spec.visible is None:
         return []
-    (batch, _, rows_of_step, _), capacity, device = step.q_tail.shape, step.k_cache.shape[2], step.q_tail.device
+    (batch, _, rows_of_step, _), capacity, device = step.q_tail.shape, step.capacity, step.q_tail.device
     keys = torch.full((batch, 1), capacity, device=device)
     if step.cache_seqlens is not None:
         keys = step.cache_seqlens.clamp(0, capacity).to(torch.int64)[:, None]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_dense
-from ..call import Documents, document_of
+from ..call import Documents, Step, document_of
 from ..errors import InputError, explain
-from ..spec import Spec
-from .checks import check_boundaries, check_packed, check_slots, is_length
+from ..spec import MAX_NEW_TOKENS, Spec
+from .checks import check_boundaries, check_packed, check_slots, is_aligned, is_length
 
 SMALLEST_PAGE = 16  # tokens, on a GPU
 
@@ -85,6 +85,10 @@ def check_paged(
     if size < least or size & (size - 1):
         legal = ", ".join(str(least * 2**i) for i in range(3))
         raise InputError(explain("page size", size, f"must be a power of two, at least {least}", f"{legal}, ..."))
+    if not q.is_cpu and (misplaced := [name for name, x in named if not is_aligned(x)]):
+        got = tuple(dict(named)[misplaced[0]].stride())
+        rule = "rows must start at multiples of 16 bytes; pages are never copied"
+        raise InputError(explain(f"strides of {misplaced[0]}", got, rule, "contiguous pages, or a view of them"))
     checked = check_packed(spec, dtypes, q, k_pages[:, 0], v_pages[:, 0], weights)
     _check_requests(pages, size, len(k_pages), q, spec.context)
     checked += check_slots(spec, q, k_pages[:, 0], sink, parameters, len(pages.lengths))
@@ -130,6 +134,51 @@ def _check_requests(pages: Pages, size: int, count: int, q: Tensor, context: int
             raise InputError(explain(f"block_table[{request}]", wrong[0], "must be a page", f"0..{count - 1}"))
 
 
+class Routes(NamedTuple):
+    """The requests of a call by the kernels that compute them. In each, the other's requests have no keys.
+
+    Attributes:
+        steps: requests with 1 to 8 new queries, for the kernels of decode steps; None if there can be none.
+        chunks: the others, for the kernels of packed documents; None if there can be none.
+        is_step: (requests,), whether a request belongs to ``steps``; None if all are in one of the two.
+    """
+
+    steps: Pages | None
+    chunks: Pages | None
+    is_step: Tensor | None = None
+
+    @classmethod
+    def of(cls, pages: Pages, context: int, is_invariant: bool) -> Routes:
+        """Divide the requests of a call on the device, without waiting for it.
+
+        Args:
+            pages: the requests.
+            context: earlier queries that a new one depends on.
+            is_invariant: whether a step has the most rows even if fewer do, so that its kernel and
+                bits do not depend on the longest request.
+        """
+        most, requests = context + MAX_NEW_TOKENS, len(pages.lengths)
+        if not (requests and context < pages.max_q) or pages.cu_seq_q is None and pages.max_q > most:
+            return cls(None, pages)
+        if pages.max_q <= most:
+            return cls(pages._replace(cu_seq_q=pages.boundaries, max_q=most) if is_invariant else pages, None)
+        is_step = pages.boundaries.diff() <= most
+        steps, chunks = (torch.where(mine, pages.lengths, 0) for mine in (is_step, ~is_step))
+        return cls(pages._replace(max_q=most, lengths=steps), pages._replace(lengths=chunks), is_step)
+
+    def joined(self, steps: Tensor, chunks: Tensor, begins: Tensor) -> Tensor:
+        """Return the results of each new query from those of the kernels that computed it.
+
+        Args:
+            steps, chunks: the results, a row for each new query.
+            begins: where the new queries of each request begin.
+        """
+        assert self.is_step is not None, "both kernels compute some requests"
+        row = torch.arange(len(steps), device=steps.device, dtype=torch.int32)
+        mine = self.is_step[document_of(begins, row)]
+        return torch.where(mine.view(-1, *[1] * (steps.ndim - 1)), steps, chunks)
+
+
 def as_documents(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Pages, context: int
 ) -> tuple[Tensor, Tensor, Tensor, Documents]:
@@ -157,17 +206,52 @@ def as_documents(
     return q, k, v, Documents(cu_seq_q, cu_seq_k, max_q, max_k)
 
 
-def as_caches(k_pages: Tensor, v_pages: Tensor, pages: Pages) -> list[Tensor]:
-    """Return keys and values copied from their pages to caches (requests, Hkv, max_k, D)."""
-    size = k_pages.shape[1]
-    place = torch.arange(pages.max_k, device=k_pages.device, dtype=torch.int32)
-    page = torch.where(place < pages.lengths[:, None], pages.block_table[:, place // size], 0)
-    return [x[page, place % size].transpose(1, 2) for x in (k_pages, v_pages)]
+def without_pages(step: Step) -> Step:
+    """Return a step of decoding with keys and values copied from their pages to caches (B, Hkv, max_k, D)."""
+    assert step.block_table is not None and step.cache_seqlens is not None, "the step has pages"
+    place = torch.arange(step.max_k, device=step.k_cache.device)
+    size = step.k_cache.shape[2]
+    page = torch.where(place < step.cache_seqlens[:, None], step.block_table[:, place // size], 0)
+    k, v = (x[page, :, place % size].transpose(1, 2) for x in (step.k_cache, step.v_cache))
+    return step._replace(k_cache=k, v_cache=v, block_table=None, max_k=0)
+
+
+def tails(q: Tensor, pages: Pages) -> Tensor:
+    """Return the last ``max_q`` rows of each request, ``(requests, max_q, H, D)``; 0 where it has fewer."""
+    cu_seq_q, rows = pages.cu_seq_q, pages.max_q
+    if cu_seq_q is None:
+        return q.view(-1, rows, *q.shape[1:])
+    row = cu_seq_q[1:, None] + torch.arange(-rows, 0, device=q.device, dtype=torch.int32)
+    exists = row >= cu_seq_q[:-1, None]
+    return torch.where(exists[..., None, None], q[row.clamp(min=0)], 0)
+
+
+def of_tails(x: Tensor, pages: Pages, total: int, context: int) -> Tensor:
+    """Return the results of all new queries, one request after another, from those of :func:`tails`.
+
+    Args:
+        x: ``(requests, new, ...)``, for the last queries of each request.
+        pages: the requests.
+        total: rows of q, with ``context`` earlier ones for each request. Results of padding are 0.
+        context: earlier queries that a new one depends on.
+    """
+    if pages.cu_seq_q is None:
+        return x.flatten(0, 1)
+    begins = new_begins(pages.cu_seq_q, context)
+    row = torch.arange(total - len(x) * context, device=x.device, dtype=torch.int32)
+    owner = document_of(begins, row)
+    back = begins[1:][owner] - row  # 1 for a request's last query; 0 or less for padding
+    found = x[owner, (x.shape[1] - back).clamp(0, x.shape[1] - 1)]
+    return found.masked_fill((back < 1).view(-1, *[1] * (found.ndim - 1)), 0)
 
 
 def new_rows(cu_seq_q: Tensor, total: int, context: int) -> Tensor:
     """Return the rows of the new queries among ``total`` rows; a request's first ``context`` rows are earlier ones."""
     requests = len(cu_seq_q) - 1
-    numbers = torch.arange(requests + 1, device=cu_seq_q.device, dtype=torch.int32)
     rows = torch.arange(total - requests * context, device=cu_seq_q.device, dtype=torch.int32)
-    return rows + (document_of(cu_seq_q - numbers * context, rows) + 1) * context
+    return rows + (document_of(new_begins(cu_seq_q, context), rows) + 1) * context
+
+
+def new_begins(cu_seq_q: Tensor, context: int) -> Tensor:
+    """Return where the new queries of each request begin among those of all."""
+    return cu_seq_q - torch.arange(len(cu_seq_q), device=cu_seq_q.device, dtype=torch.int32) * context

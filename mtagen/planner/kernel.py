@@ -6,7 +6,7 @@ Sizes are sympy expressions in the symbols below, which host code has under the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .geometry.affine import Size
 
@@ -49,6 +49,11 @@ class Argument:
         if not self.pointer:
             return f"{self.type} {self.name}"
         return f"{'' if self.written else 'const '}{self.type}* {'__restrict__ ' if self.restrict else ''}{self.name}"
+
+    @property
+    def member(self) -> str:
+        """The declaration of the parameter in a struct of all parameters."""
+        return replace(self, restrict=True).declaration
 
 
 def reads(type: str, *names: str, restrict: bool = True, optional: bool = False) -> tuple[Argument, ...]:

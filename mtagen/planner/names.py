@@ -18,6 +18,7 @@ def suffix(spec: Spec, target: str) -> str:
     parts += [f"pad{spec.key_padding}"] * (spec.key_padding != "both")
     parts += [f"mask{spec.mask}"] * (spec.mask != "source")
     parts += ["sink"] * spec.sink + ["packed"] * spec.packed + ["dropout"] * spec.dropout
+    parts += [f"page{spec.page_size}"] * (spec.page_size is not None)
     return "_".join(filter(None, [*parts, other_stages(spec), target.replace("_", "")]))
 
 

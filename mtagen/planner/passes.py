@@ -15,7 +15,12 @@ Fields: TypeAlias = Mapping[str, Any]  # JSON-ready
 
 
 def passes_of(spec: Spec) -> tuple[str, ...]:
-    """Return the passes of a spec. With packed documents or dropout it has no decode pass."""
+    """Return the passes of a spec.
+
+    With packed documents or dropout it has no decode pass, and with pages no other.
+    """
+    if spec.page_size:
+        return PASSES[2:]
     return PASSES[:2] if spec.packed or spec.dropout else PASSES
 
 

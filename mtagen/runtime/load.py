@@ -28,18 +28,18 @@ from .triton_package import require_triton, triton_is_installed, triton_version
 class Passes:
     """The host functions of a plan, from any backend.
 
-    After the scale, functions for packed documents take cu_seq_q, cu_seq_k, max_q and max_k;
-    functions with dropout then take the seed and p.
+    A pass that the spec does not have is None. After the scale, functions for packed documents take
+    cu_seq_q, cu_seq_k, max_q and max_k; functions with dropout then take the seed and p.
 
     Attributes:
         forward: (q, k, v, weight, scale) -> (out, lse).
         backward: (grad_out, grad_lse, q, k, v, weight, out, lse, scale, deterministic=bool) -> (dq, dk, dv, dweight).
-        decode: (q_tail, k_cache, v_cache, weight, scale, cache_seqlens, num_splits) -> (out, lse); None where the spec
-            has no such pass.
+        decode: (q_tail, k_cache, v_cache, weight, scale, cache_seqlens, num_splits) -> (out, lse). With pages it then
+            takes block_table and max_k.
     """
 
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+    forward: Callable[..., tuple[Tensor, Tensor]] | None = None
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
     decode: Callable[..., tuple[Tensor, Tensor]] | None = None
 
 

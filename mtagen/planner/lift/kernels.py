@@ -13,6 +13,7 @@ from sympy import ceiling
 
 from ...spec import Spec
 from ..geometry.affine import N_K, N_Q, Size
+from ..geometry.cache import Cache
 from ..geometry.score import ScoreStage
 from ..kernel import Argument, Kernel, numbers
 from ..names import kernel_name
@@ -270,6 +271,7 @@ class _Maker:
             *strided("q", "k", "v"),
             *pointers("weight"),
             Argument("seqlens_ptr", "memory", pointer=True, optional=True),
+            *Cache.of(self._spec).triton_arguments,
             *pointers("partial", "partial_lse"),
             *self._parameters,
             *self._tables,

@@ -12,6 +12,7 @@ from sympy import Min, ceiling
 from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
 from ..geometry.affine import N_Q, Size
+from ..geometry.cache import Cache
 from ..geometry.mask import Mask
 from ..geometry.score import ScoreStage
 from ..kernel import Argument, Kernel, numbers
@@ -117,7 +118,8 @@ class _Maker:
         """
         stages, spec = self._stages, self._spec
         lengths, rows = (*pointers("seqlens"), *step_keys(spec)), decode_rows(spec)
-        yield self._product("decode_scores", spec.head_dim, rows, lengths)
+        cache = Cache.of(spec).triton_arguments
+        yield self._product("decode_scores", spec.head_dim, rows, (*lengths, *cache))
         for stage in stages.convolutions:
             yield self._convolution(stage, "decode_", rows, (*lengths, *numbers("int32", "b0")))
         more = (*numbers("int32", "n_q", "valid", *self._tokens), *lengths)
@@ -133,6 +135,7 @@ class _Maker:
                 *strided("v"),
                 *pointers("seqlens", "partial"),
                 *step_keys(spec),
+                *cache,
                 *numbers("int32", "count", "keys", "pitch", "n_heads", "group", "b0", "n_new", "batch", "split"),
             ),
             ((B1 - B0) * KV_HEADS * ceiling(GROUP * N_NEW / VALUE_ROWS) * SPLITS,),

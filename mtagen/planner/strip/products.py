@@ -24,7 +24,7 @@ from ..sizes import COUNT, KEYS, SLOTS
 from ..targets import get_target
 from .cost import DRAIN, START, Work
 from .kernels import decode_rows
-from .sequence import step_keys
+from .sequence import cache_arguments
 from .source import DECODE, Form, StripSource
 
 WARPS = 8  # multiplying warps
@@ -58,6 +58,8 @@ class ProductKernel(StripSource):
     spec: Spec
     target: str
     product: str
+
+    reads_cache = True
 
     @property
     def role(self) -> str:
@@ -175,7 +177,7 @@ class ProductKernel(StripSource):
         arguments = (
             *reads("Element", "x", "y"),
             *writes("Result", "plane"),
-            *((*reads("int", "seqlens"), *step_keys(self.spec, "int")) if self.decodes else ()),
+            *((*reads("int", "seqlens"), *cache_arguments(self.spec)) if self.decodes else ()),
             *strides("x", "y"),
             *self.sequence.arguments("n_heads", "group", "b0"),
             *numbers("float", "factor"),

@@ -8,6 +8,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from ...spec import Spec
+from ..geometry.cache import Cache
 from ..geometry.mask import Mask
 from ..kernel import Argument, numbers, reads
 from ..targets import get_target
@@ -19,6 +20,7 @@ _ARGUMENTS = {
     "Batch": ("count", "keys", "off", "first", "key0"),
     "Packed": ("documents", "place0", "count", "skip"),
     "Step": ("seqlens", "n_k", "count", "keys", "first"),
+    "PagedStep": ("seqlens", "n_k", "block_table", "table_width", "count", "keys", "first"),
 }
 
 
@@ -29,19 +31,25 @@ class StripSequence:
     Attributes:
         spec: the request.
         decodes: whether the kernel is one of a decode step, whose sequences have different lengths.
+        reads_cache: whether it reads the cache of keys and values of that step.
     """
 
     spec: Spec
     decodes: bool
+    reads_cache: bool = False
 
     @property
     def struct(self) -> str:
         """The C++ struct that knows where the rows of a sequence lie."""
-        return "Step" if self.decodes else "Packed" if self.spec.packed else "Batch"
+        if self.decodes:
+            return "PagedStep" if self.spec.page_size and self.reads_cache else "Step"
+        return "Packed" if self.spec.packed else "Batch"
 
     @property
     def constants(self) -> Mapping[str, int]:
         """The constants that the struct needs."""
+        if self.spec.page_size and self.struct == "PagedStep":
+            return {"PAGE_SIZE": self.spec.page_size}
         if self.struct != "Packed":
             return {}
         return {"TILE": TILE, "CONTEXT": self.spec.context, "KEY_MULTIPLE": begin_multiple(self.spec)}
@@ -70,7 +78,7 @@ class StripSequence:
             names: the names of all arguments of the kernel.
         """
         needed = self.names
-        if self.struct == "Step" and "n_k" not in names:
+        if self.decodes and "n_k" not in names:
             needed = tuple("keys" if name == "n_k" else name for name in needed)  # planes hold all keys
         return tuple(name for name in needed if name in names)
 
@@ -88,6 +96,11 @@ class StripSequence:
         return numbers("int", "count", "keys", "off", "first", *skip, "pitch", *more)
 
 
+def cache_arguments(spec: Spec) -> tuple[Argument, ...]:
+    """Return the arguments of CUDA kernels that read the cache of a decode step: which keys, and where they lie."""
+    return (*step_keys(spec, "int"), *Cache.of(spec).cuda_arguments)
+
+
 def step_keys(spec: Spec, type: str = "int32") -> tuple[Argument, ...]:
     """Return the argument for the keys of a cache, which decode kernels need if planes hold a
     window's keys only.
@@ -98,6 +111,6 @@ def step_keys(spec: Spec, type: str = "int32") -> tuple[Argument, ...]:
 def by_descriptor(spec: Spec, target: str) -> bool:
     """Return whether tensor descriptors load and store tiles.
 
-    They cannot stop at the end of a document.
+    They cannot stop at the end of a document, and cannot find pages.
     """
-    return get_target(target).tensor_descriptors and not spec.packed
+    return get_target(target).tensor_descriptors and not spec.packed and not spec.page_size

@@ -58,12 +58,14 @@ class StripSource(ABC):
         target: name of the target.
         form: one of ``forms``.
         template: the template of the source.
+        reads_cache: whether the kernel, of a decode step, reads keys or values.
     """
 
     spec: Spec
     target: str
     form: Form = field(default=Form(), kw_only=True)
     template: ClassVar[str]
+    reads_cache: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -170,7 +172,7 @@ class StripSource(ABC):
     @property
     def sequence(self) -> StripSequence:
         """Where the rows of a sequence lie, and which keys they see."""
-        return StripSequence(self.spec, self.decodes)
+        return StripSequence(self.spec, self.decodes, self.reads_cache)
 
     @property
     def sequence_arguments(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from ..cuda.memory import swizzled_bytes
 from ..kernel import Kernel, numbers, reads, strides, writes
 from ..sizes import B0, B1, GROUP, KV_HEADS, N_NEW, SPLITS
 from .kernels import VALUE_ROWS
-from .sequence import step_keys
+from .sequence import cache_arguments
 from .source import DECODE, StripSource
 
 WARPS = 4
@@ -39,6 +39,7 @@ class ValuesKernel(StripSource):
     target: str
 
     template = "plane_values.cu.j2"
+    reads_cache = True
 
     @property
     def role(self) -> str:
@@ -98,7 +99,7 @@ class ValuesKernel(StripSource):
         arguments = (
             *reads("Element", "plane", "v"),
             *reads("int", "seqlens"),
-            *step_keys(self.spec, "int"),
+            *cache_arguments(self.spec),
             *writes("float", "partial"),
             *strides("v"),
             *numbers("int", "count", "keys", "pitch", "n_heads", "group", "b0", "n_new", "batch", "split"),

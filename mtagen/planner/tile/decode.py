@@ -31,6 +31,7 @@ from ...spec import MAX_NEW_TOKENS, Spec
 from ..cuda.memory import SharedMap
 from ..cuda.score import parameters, sink
 from ..cuda.toeplitz import CHUNK, SCORE_EXPONENT
+from ..geometry.cache import Cache
 from ..geometry.mask import Mask
 from ..kernel import Buffer, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
@@ -233,6 +234,11 @@ class TileDecode(TilePass):
         return Mask.of(self.spec)
 
     @property
+    def cache(self) -> Cache:
+        """Where keys and values lie."""
+        return Cache.of(self.spec)
+
+    @property
     def key_begin(self) -> Expr:
         """First key that any new token sees, in the template's names."""
         return self.mask.begin(_FIRST_POSITION)
@@ -270,6 +276,7 @@ class TileDecode(TilePass):
             *sink(self.spec, restrict=False),
             *parameters(self.spec, restrict=False),
             *reads("int", "seqlens", restrict=False, optional=True),
+            *self.cache.cuda_arguments,
             *writes("Element", "out", restrict=False),
             *writes("float", "lse", "partial", "partial_lse", restrict=False),  # the same memory if there is one split
             *strides("q", "k", "v"),

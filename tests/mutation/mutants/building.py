@@ -36,7 +36,7 @@ MUTANTS = (
     Mutant(
         "build-variants-in-every-call",
         OP,
-        "if (packed, dropout) not in self._built:",
+        "if key not in self._built:",
         "if True:",
         "Each call of a variant plans, renders and loads anew.",
         (f"{BUILT}::test_the_rest_is_built_once_when_a_call_needs_it",),

@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         "gradient-of-out-passed-on-as-it-is",
         "mtagen/ops/executor.py",
-        "grad_out if _is_aligned(grad_out) else grad_out.clone(memory_format=torch.contiguous_format)",
+        "grad_out if is_aligned(grad_out) else grad_out.clone(memory_format=torch.contiguous_format)",
         "grad_out",
         "The gradient of a sum, which is one number with strides of 0, reaches kernels that cannot read it.",
         ("tests/test_executor.py",),
