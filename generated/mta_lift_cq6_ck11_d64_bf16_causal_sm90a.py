@@ -1419,7 +1419,7 @@ def decode(
         v_cache: (B, Hkv, N, 64) likewise.
         weight: (H, 6, 11) fp32, contiguous.
         scale: a float, the factor of products of queries and keys.
-        cache_seqlens: (B,) int32, contiguous: number of each entry's keys in use, new keys included; None means all N.
+        cache_seqlens: (B,) int32, contiguous: keys in use of each entry, new ones included; None means all N.
         num_splits: parts into which the keys are split; None means as planned.
 
     H is a multiple of Hkv. Rows of q_tail, k_cache and v_cache start at multiples of 16 bytes, and their last stride

@@ -794,6 +794,14 @@ struct WarpOutputs {
   }
 };
 
+// Stores that a split has no keys.
+template <class Tile>
+DEVICE void store_nothing(const Problem& x, const Work<Tile>& work) {
+  const long long first = static_cast<long long>(work.b * x.kv_heads * x.group + work.head) * x.n_new;
+  for (int pair = threadIdx.x; pair < work.pairs; pair += Tile::THREADS)
+    x.partial_lse[(first + pair) * x.num_splits + work.split] = -INFINITY;
+}
+
 // Sums the warps' outputs and stores the results of the split.
 template <class Tile>
 DEVICE void store_results(const Problem& x, const Work<Tile>& work) {
@@ -827,6 +835,7 @@ DEVICE void decode(const Problem& x) {
   const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5);
   const u32 shared = shared_address(dynamic), slab = shared + Tile::SLAB;
   const Work<Tile> work(x);
+  if (work.tiles == 0 && x.num_splits > 1) return store_nothing(x, work);
   Ring<Tile> ring(x, work);
 
   load_queries(shared, x, work);

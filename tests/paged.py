@@ -153,10 +153,10 @@ def _by_varlen(op: AttentionOp, given: Paged) -> Sequence[Tensor]:
     return out.split(arguments["cu_seq_q"].diff().tolist())
 
 
-def assert_alone_alike(op: AttentionOp, given: Paged, num_splits: int) -> None:
+def assert_alone_alike(op: AttentionOp, given: Paged, **options: int) -> None:
     """Assert that each request alone, in a table of its own width, has the bits that it has among others."""
     context, arguments = op.plan.spec.context, given.arguments
-    out = op.paged(**arguments, num_splits=num_splits)
+    out = op.paged(**arguments, **options)
     starts = arguments["cu_seq_q"].tolist()
     for number, (begin, end) in enumerate(pairwise(starts)):
         if end - begin == context:
@@ -168,6 +168,6 @@ def assert_alone_alike(op: AttentionOp, given: Paged, num_splits: int) -> None:
             "lengths": arguments["lengths"][number : number + 1],
             "max_q": end - begin,
         }
-        alone = op.paged(**arguments | one, num_splits=num_splits)
+        alone = op.paged(**arguments | one, **options)
         first = begin - number * context
         assert torch.equal(alone, out[first : first + end - begin - context]), number

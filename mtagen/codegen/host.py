@@ -120,24 +120,27 @@ class CacheShapes(NamedTuple):
         options: parameters after the scale.
         arguments: lines about these parameters.
         lengths: statements that read the heads of keys, and the most keys of a sequence under the name ``keys``.
+        splits: the number of splits, from the ``planned`` one and the most ``keys`` that are split.
     """
 
     axes: str
     options: str
     arguments: tuple[str, ...]
     lengths: tuple[str, ...]
+    splits: str
 
 
+PART = 2048  # the most keys of a split of sequences in pages: the longest would keep the GPU waiting
 _SPLITS = "num_splits: parts into which the keys are split; None means as planned."
 _ENTRIES = CacheShapes(
     axes="B, Hkv, N",
     options="cache_seqlens=None, num_splits=None",
     arguments=(
-        "cache_seqlens: (B,) int32, contiguous: number of each entry's keys in use, new keys included; None means all "
-        "N.",
+        "cache_seqlens: (B,) int32, contiguous: keys in use of each entry, new ones included; None means all N.",
         _SPLITS,
     ),
     lengths=("_, kv_heads, {keys}, _ = k_cache.shape",),
+    splits="{planned}",
 )
 _PAGES = CacheShapes(
     axes="pages, Hkv, {size}",
@@ -149,6 +152,7 @@ _PAGES = CacheShapes(
         "max_k: at least the most keys of a sequence, and at most those of `width` pages.",
     ),
     lengths=("kv_heads, {keys}, table_width = k_cache.shape[1], max_k, block_table.shape[1]",),
+    splits=f"max({{planned}}, -(-{{keys}} // {PART}))",
 )
 
 

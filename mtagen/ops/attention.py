@@ -25,7 +25,17 @@ from ..spec import MAX_NEW_TOKENS, DType, Spec
 from . import library
 from .checks import check_call, check_decode, check_heads, check_slots, check_splits, check_varlen
 from .executor import Executor
-from .pages import Pages, Routes, as_documents, check_paged, new_begins, new_rows, of_tails, tails
+from .pages import (
+    Pages,
+    Routes,
+    as_documents,
+    check_paged,
+    check_threshold,
+    new_begins,
+    new_rows,
+    of_tails,
+    tails,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import NotRequired, Unpack  # of typing itself from Python 3.11 on
@@ -61,6 +71,7 @@ class _PagedOptions(_Options):
     max_q: int
     max_k: int
     num_splits: NotRequired[int | None]
+    decode_threshold: NotRequired[int]
 
 
 class _DecodeOptions(_Options, total=False):
@@ -504,12 +515,13 @@ class AttentionOp:
         parameters: Mapping[str, Tensor] | None = None,
         scale: float | None = None,
         num_splits: int | None = None,
+        decode_threshold: int = MAX_NEW_TOKENS,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the new queries of several requests, whose keys and values lie in pages.
 
         A request may have any number of new queries: a chunk of a prompt, or one token, or none.
-        The kernels of :meth:`decode` compute requests with 1..8 new queries, and read their keys from
+        The kernels of :meth:`decode` compute requests with few new queries, and read their keys from
         the pages. Those of :meth:`varlen` compute the others, from copies of their keys. Which
         request is which is decided on the device. :class:`mtagen.serving.Rings` keeps the earlier
         queries.
@@ -532,10 +544,15 @@ class AttentionOp:
             lengths: ``(requests,)`` int32, keys of each request; 0 marks an unused entry.
             max_q: rows of the longest request, or more.
             max_k: keys of the longest request, or more. On a GPU copies of keys have room for
-                ``max_k`` keys of each request; there are none if ``max_q`` allows at most 8 new queries.
-            num_splits: parts into which the keys of requests with 1..8 new queries are split, 1, 2,
-                ...; planned from ``max_k`` and the number of requests by default. If it is given, a
-                request has the same bits whatever else is in the call, for equal ``max_k``.
+                ``max_k`` keys of each request; there are none if ``max_q`` allows no more new queries
+                than ``decode_threshold``.
+            num_splits: parts into which the kernels of decode split the keys, 1, 2, ...; planned from
+                ``max_k`` and the number of requests by default. If it is given, a request has the
+                same bits whatever else is in the call, for equal ``max_k``.
+            decode_threshold: the most new queries of a request that the kernels of decode compute,
+                1..8. If some requests have more new queries, or ``num_splits`` is given, these kernels
+                compute so many rows of each request. A smaller number makes steps of single tokens
+                faster.
             return_lse: also return the log-sum-exps, ``(H, total - requests * context)`` fp32.
 
         Returns:
@@ -553,7 +570,8 @@ class AttentionOp:
         weights = check_paged(self._spec, self.dtypes, q, k_pages, v_pages, given, sink, parameters, pages)
         scale = resolve_scale(scale, self._spec.head_dim)
         check_splits(num_splits, len(lengths) * q.shape[1] * MAX_NEW_TOKENS)
-        routes = Routes.of(pages, self._spec.context, num_splits is not None)
+        check_threshold(decode_threshold)
+        routes = Routes.of(pages, self._spec.context, decode_threshold, num_splits is not None)
         results = []
         if routes.steps is not None:
             results.append(self._paged_steps(q, k_pages, v_pages, weights, routes.steps, scale, num_splits))

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..arguments import check_dense
 from ..call import Documents, Step, document_of
 from ..errors import InputError, explain
-from ..spec import MAX_NEW_TOKENS, Spec
+from ..spec import MAX_NEW_TOKENS, Spec, as_int
 from .checks import check_boundaries, check_packed, check_slots, is_aligned, is_length
 
 SMALLEST_PAGE = 16  # tokens, on a GPU
@@ -134,11 +134,23 @@ def _check_requests(pages: Pages, size: int, count: int, q: Tensor, context: int
             raise InputError(explain(f"block_table[{request}]", wrong[0], "must be a page", f"0..{count - 1}"))
 
 
+def check_threshold(given: int) -> None:
+    """Check the most new queries of a request that kernels of decode steps compute.
+
+    Raises:
+        InputError: these kernels cannot compute so many.
+    """
+    threshold = as_int(given)
+    if threshold is None or not 1 <= threshold <= MAX_NEW_TOKENS:
+        rule = "is no number of new queries that the kernels of decode compute"
+        raise InputError(explain("decode_threshold", given, rule, f"1..{MAX_NEW_TOKENS}"))
+
+
 class Routes(NamedTuple):
     """The requests of a call by the kernels that compute them. In each, the other's requests have no keys.
 
     Attributes:
-        steps: requests with 1 to 8 new queries, for the kernels of decode steps; None if there can be none.
+        steps: requests with few new queries, for the kernels of decode steps; None if there can be none.
         chunks: the others, for the kernels of packed documents; None if there can be none.
         is_step: (requests,), whether a request belongs to ``steps``; None if all are in one of the two.
     """
@@ -148,17 +160,18 @@ class Routes(NamedTuple):
     is_step: Tensor | None = None
 
     @classmethod
-    def of(cls, pages: Pages, context: int, is_invariant: bool) -> Routes:
+    def of(cls, pages: Pages, context: int, threshold: int, is_invariant: bool) -> Routes:
         """Divide the requests of a call on the device, without waiting for it.
 
         Args:
             pages: the requests.
             context: earlier queries that a new one depends on.
-            is_invariant: whether a step has the most rows even if fewer do, so that its kernel and
-                bits do not depend on the longest request.
+            threshold: the most new queries of a request in a decode step.
+            is_invariant: whether steps have so many rows even if all requests have fewer, so that
+                the kernel, and with it bits, do not depend on the longest request.
         """
-        most, requests = context + MAX_NEW_TOKENS, len(pages.lengths)
-        if not (requests and context < pages.max_q) or pages.cu_seq_q is None and pages.max_q > most:
+        most, requests = context + threshold, len(pages.lengths)
+        if not (requests and context < pages.max_q) or (pages.cu_seq_q is None and pages.max_q > most):
             return cls(None, pages)
         if pages.max_q <= most:
             return cls(pages._replace(cu_seq_q=pages.boundaries, max_q=most) if is_invariant else pages, None)
@@ -208,7 +221,8 @@ def as_documents(
 
 def without_pages(step: Step) -> Step:
     """Return a step of decoding with keys and values copied from their pages to caches (B, Hkv, max_k, D)."""
-    assert step.block_table is not None and step.cache_seqlens is not None, "the step has pages"
+    assert step.block_table is not None, "the step has pages"
+    assert step.cache_seqlens is not None, "a step with pages has lengths"
     place = torch.arange(step.max_k, device=step.k_cache.device)
     size = step.k_cache.shape[2]
     page = torch.where(place < step.cache_seqlens[:, None], step.block_table[:, place // size], 0)
