@@ -946,6 +946,13 @@ struct Batch {
   DEVICE int entry() const { return b; }
 };
 
+// The keys of head h of an entry, from key `first` on.
+template <class Element>
+DEVICE TensorRows<Element> key_rows(const Batch& entry, const Element* x, int h, long long stride_b, long long stride_h,
+                                    long long stride_n, int first) {
+  return {x + entry.keys(h, stride_b, stride_h, stride_n) + first * stride_n, stride_n};
+}
+
 using Sequence = Batch;
 
 // ---- Output tiles ---------------------------------------------------------------------------------------------------
@@ -1070,17 +1077,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
     const bool loads_k = (threadIdx.x & 64) == 0;
     const u32 full = barriers + (loads_k ? K_FULL : V_FULL), empty = barriers + (loads_k ? K_EMPTY : V_EMPTY);
     const int kv_head = work.h / group;
-    const Element* const keys =
-        k + work.keys(kv_head, k_stride_b, k_stride_h, k_stride_n) + work.unseen * k_stride_n;
-    const Element* const values =
-        v + work.keys(kv_head, v_stride_b, v_stride_h, v_stride_n) + work.unseen * v_stride_n;
+    const auto keys = key_rows(work, k, kv_head, k_stride_b, k_stride_h, k_stride_n, work.unseen);
+    const auto values = key_rows(work, v, kv_head, v_stride_b, v_stride_h, v_stride_n, work.unseen);
     for (int t = 0; t < work.steps; ++t) {
       const int stage = t % STAGES;
       if (t >= STAGES) barrier_wait(empty + BARRIER * stage, (t / STAGES - 1) & 1);
       if (loads_k)
-        load_tile<KEYS, D, 64>(base + SHARED_K + stage * K_TILE, keys, k_stride_n, t * KEYS - LEAD, work.n_k, thread);
+        load_tile<KEYS, D, 64>(base + SHARED_K + stage * K_TILE, keys, t * KEYS - LEAD, work.n_k, thread);
       else
-        load_tile<KEYS, DV, 64>(base + SHARED_V + stage * V_TILE, values, v_stride_n, t * KEYS - LAG, work.n_k, thread);
+        load_tile<KEYS, DV, 64>(base + SHARED_V + stage * V_TILE, values, t * KEYS - LAG, work.n_k, thread);
       copy_commit();
       copy_wait<0>();  // a thread has one tile in flight: it arrives for a whole tile
       fence_async();

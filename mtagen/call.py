@@ -93,6 +93,9 @@ class Call(NamedTuple):
         cu_seq_q, cu_seq_k, max_q, max_k: where packed documents begin and end, see
             :class:`Documents`; a batch leaves them out.
         dropout_seed, dropout_p: see :class:`.dropout.Dropout`; a call without dropout leaves them out.
+        block_table: (documents, width) int32, the pages of each document in order; k is then (pages,
+            Hkv, size, D) and v (pages, Hkv, size, DV), and cu_seq_k counts keys as if they lay one after
+            the other. Such a call is not differentiable. None if k and v hold documents or batches.
     """
 
     q: Tensor
@@ -119,6 +122,7 @@ class Call(NamedTuple):
     max_k: Length = 0
     dropout_seed: Tensor | None = None
     dropout_p: float = 0.0
+    block_table: Tensor | None = None
 
     @property
     def weights(self) -> list[Tensor]:

@@ -46,6 +46,7 @@ def options(spec: Spec) -> str:
     dropout.
     """
     packed = ("cu_seq_q", "cu_seq_k", "max_q", "max_k") if spec.packed else ()
+    packed += ("block_table",) if spec.packed and spec.page_size else ()
     dropout = ("seed", "dropout_p") if spec.dropout else ()
     return "".join(f", {name}" for name in (*packed, *dropout))
 
@@ -107,8 +108,34 @@ _PACKED = Shapes(
 )
 
 
+_PAGED = _PACKED._replace(
+    keys="pages, Hkv, {size}",
+    arguments=(
+        "cu_seq_q: (documents + 1,) int32, first query of each document, then the last one's end.",
+        "cu_seq_k: likewise for keys, as if they lay one after the other.",
+        _PACKED.arguments[1],
+        "block_table: (documents, width) int32, contiguous: the pages of each document in order.",
+    ),
+    rules=(
+        "H is a multiple of Hkv, and a document may have no queries or no keys. Rows behind the last document may",
+        "have any value; their outputs are zeros, and their log-sum-exps -inf. Rows of q, k and v start at multiples",
+        "of 16 bytes, and their last stride is 1.",
+    ),
+    lengths=(
+        "total_q, heads, _ = q.shape",
+        "kv_heads, table_width = k.shape[1], block_table.shape[1]",
+        "# The queries behind the last document are one more, which has no keys and no pages.",
+        "cu_seq_q = torch.cat((cu_seq_q, cu_seq_q.new_full((1,), total_q)))",
+        "cu_seq_k = torch.cat((cu_seq_k, cu_seq_k[-1:]))",
+        "documents = len(cu_seq_q) - 1",
+    ),
+)
+
+
 def shapes_of(spec: Spec) -> Shapes:
     """Return what is said about the tensors of a spec's passes."""
+    if spec.packed and spec.page_size:
+        return _PAGED._replace(keys=_PAGED.keys.format(size=spec.page_size))
     return _PACKED if spec.packed else _BATCH
 
 

@@ -18,7 +18,7 @@ from ..codegen import Sources, render
 from ..config import Config
 from ..dropout import check_dropout_p, check_seed, draw_seed
 from ..dtypes import TORCH_DTYPES
-from ..errors import BackendError, InputError, explain
+from ..errors import BackendError, InputError, PlanError, explain
 from ..planner import BACKENDS, Plan, plan
 from ..runtime.load import Passes, compile_kernels, load, plan_key
 from ..spec import MAX_NEW_TOKENS, DType, Spec
@@ -521,10 +521,10 @@ class AttentionOp:
         """Compute the new queries of several requests, whose keys and values lie in pages.
 
         A request may have any number of new queries: a chunk of a prompt, or one token, or none.
-        The kernels of :meth:`decode` compute requests with few new queries, and read their keys from
-        the pages. Those of :meth:`varlen` compute the others, from copies of their keys. Which
-        request is which is decided on the device. :class:`mtagen.serving.Rings` keeps the earlier
-        queries.
+        The kernels of :meth:`decode` compute requests with few new queries, and those of
+        :meth:`varlen` the others; which is which is decided on the device. Kernels of decode, and
+        CUDA's fused kernels of varlen, read keys from the pages. Other kernels of varlen, and PyTorch's
+        ops, take copies of the keys. :class:`mtagen.serving.Rings` keeps the earlier queries.
 
         Args:
             q: ``(total, H, D)``, the requests' rows one request after another: the ``context``
@@ -543,9 +543,8 @@ class AttentionOp:
                 request ends. Rows after that end are padding. None: each request has ``max_q`` rows.
             lengths: ``(requests,)`` int32, keys of each request; 0 marks an unused entry.
             max_q: rows of the longest request, or more.
-            max_k: keys of the longest request, or more. On a GPU copies of keys have room for
-                ``max_k`` keys of each request; there are none if ``max_q`` allows no more new queries
-                than ``decode_threshold``.
+            max_k: keys of the longest request, or more. On a GPU copies of keys, where a kernel needs
+                them, have room for ``max_k`` keys of each request.
             num_splits: parts into which the kernels of decode split the keys, 1, 2, ...; planned from
                 ``max_k`` and the number of requests by default. If it is given, a request has the
                 same bits whatever else is in the call, for equal ``max_k``.
@@ -605,8 +604,10 @@ class AttentionOp:
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, weights: list[Tensor | None], pages: Pages, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Compute requests by the kernels of packed documents: the results as of :meth:`_paged_steps`."""
-        q, k, v, documents = as_documents(q, k_pages, v_pages, pages, self._spec.context)
-        out, lse = library.run("forward", q, k, v, *weights, scale, self._key, *documents, None, 0.0)
+        q, documents = as_documents(q, pages, self._spec.context)
+        k, v = k_pages.transpose(1, 2), v_pages.transpose(1, 2)
+        others = (scale, self._key, *documents, None, 0.0, pages.block_table)
+        out, lse = library.run("forward", q, k, v, *weights, *others)
         if self._spec.context:
             rows = new_rows(documents.cu_seq_q, len(q), self._spec.context)
             out, lse = out[rows], lse[:, rows]
@@ -679,9 +680,19 @@ class _Variants:
         key = packed, dropout, page_size
         with self._lock:
             if key not in self._built:
-                planned = self._plan_like(replace(self._spec, packed=packed, dropout=dropout, page_size=page_size))
-                self._built[key] = _passes(planned, render(planned))
+                self._built[key] = self._build(packed, dropout, page_size)
             return self._built[key]
+
+    def _build(self, packed: bool, dropout: bool, page_size: int | None) -> Passes:
+        """Build passes; those of packed documents without pages if no kernel reads their keys from pages."""
+        spec = replace(self._spec, packed=packed, dropout=dropout, page_size=page_size)
+        try:
+            planned = self._plan_like(spec)
+        except PlanError:
+            if not (packed and page_size):
+                raise
+            planned = self._plan_like(replace(spec, page_size=None))
+        return _passes(planned, render(planned))
 
 
 def _passes(planned: Plan, sources: Sources) -> Passes:

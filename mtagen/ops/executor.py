@@ -19,7 +19,7 @@ from ..runtime.load import Passes
 from ..spec import Spec
 from . import mask_tables
 from .checks import is_aligned
-from .pages import without_pages
+from .pages import copied, without_pages
 
 
 def plain_only(packed: bool, dropout: bool, page_size: int | None) -> Passes:
@@ -60,8 +60,10 @@ class Executor:
         With packed documents q, k and v are (total, heads, dim), out is (total_q, H, DV) and lse
         (H, total_q).
         """
+        kernels = self._kernels_for(call.q, call.documents, call.dropout, _page_size(call.block_table, call.k))
+        if call.block_table is not None and not (kernels is not None and kernels.reads_pages):
+            call = copied(call)
         q, k, v, documents, dropout = call.q, call.k, call.v, call.documents, call.dropout
-        kernels = self._kernels_for(q, documents, dropout)
         if kernels is None:
             return cpu.forward(self.spec, call)
         if _sees_nothing(q, k, documents):
@@ -71,7 +73,9 @@ class Executor:
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
             weights = self._as_kernels_take(q, call) + mask_tables.of_call(self.spec, call, "forward")
             assert kernels.forward is not None, "calls without pages have it"
-            return kernels.forward(q, k, v, *weights, call.scale, *_as_passed(documents), *_as_passed(dropout))
+            pages = _as_passed(None if call.block_table is None else (call.block_table,))
+            others = (*_as_passed(documents), *pages, *_as_passed(dropout))
+            return kernels.forward(q, k, v, *weights, call.scale, *others)
 
     def backward(self, call: Call, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
         """Return the gradients of q, k, v and each weight, contiguous, in that input's dtype."""
@@ -112,7 +116,7 @@ class Executor:
     def decode(self, step: Step) -> tuple[Tensor, Tensor]:
         """Return out (B, H, n_new, DV) and lse (B, H, n_new)."""
         q_tail, k_cache, v_cache, cache_seqlens = step.q_tail, step.k_cache, step.v_cache, step.cache_seqlens
-        kernels = self._kernels_for(q_tail, page_size=None if step.block_table is None else k_cache.shape[2])
+        kernels = self._kernels_for(q_tail, page_size=_page_size(step.block_table, k_cache))
         if kernels is None:
             return cpu.decode(self.spec, step if step.block_table is None else without_pages(step))
         if q_tail.numel() == 0 or k_cache.numel() == 0:
@@ -186,6 +190,10 @@ class Executor:
 def single_tap(q: Tensor) -> Tensor:
     """Return the weight (H, 1, 1) that makes convolving kernels compute plain attention."""
     return q.new_ones(q.shape[1], 1, 1, dtype=torch.float32)
+
+
+def _page_size(block_table: Tensor | None, k: Tensor) -> int | None:
+    return None if block_table is None else k.shape[2]
 
 
 def _sees_nothing(q: Tensor, k: Tensor, documents: Documents | None) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_dense
-from ..call import Documents, Step, document_of
+from ..call import Call, Documents, Step, document_of
 from ..errors import InputError, explain
 from ..spec import MAX_NEW_TOKENS, Spec, as_int
 from .checks import check_boundaries, check_packed, check_slots, is_aligned, is_length
@@ -192,31 +192,38 @@ class Routes(NamedTuple):
         return torch.where(mine.view(-1, *[1] * (steps.ndim - 1)), steps, chunks)
 
 
-def as_documents(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Pages, context: int
-) -> tuple[Tensor, Tensor, Tensor, Documents]:
-    """Return q, and keys and values copied from their pages, as packed documents.
+def as_documents(q: Tensor, pages: Pages, context: int) -> tuple[Tensor, Documents]:
+    """Return q and the boundaries of requests as packed documents.
 
-    Earlier queries before a request's start become zeros. On a GPU the copies have room for ``max_k``
-    keys of each request, so that their shape does not depend on lengths, and a CUDA graph can be
-    replayed with others.
+    Earlier queries before a request's start become zeros.
     """
-    table, _, lengths, max_q, max_k = pages
-    size, requests, cu_seq_q = k_pages.shape[1], len(lengths), pages.boundaries
-    ends = lengths.cumsum(0, dtype=torch.int32)
+    _, _, lengths, max_q, max_k = pages
+    cu_seq_q, ends = pages.boundaries, lengths.cumsum(0, dtype=torch.int32)
     cu_seq_k = torch.cat([ends.new_zeros(1), ends])
-    total = int(ends[-1:].sum()) if q.is_cpu else requests * max_k
-    rows = torch.arange(total, device=q.device, dtype=torch.int32)
-    request = document_of(cu_seq_k, rows)
-    place = torch.where(rows < cu_seq_k[-1], rows - cu_seq_k[request], 0)
-    page = torch.where(rows < cu_seq_k[-1], table[request, place // size], 0)  # rows behind the last are padding
-    k, v = (x[page, place % size] for x in (k_pages, v_pages))
-    if context and requests:
+    if context and len(lengths):
         row = torch.arange(len(q), device=q.device, dtype=torch.int32)
         owner = document_of(cu_seq_q, row)
         before = lengths[owner] < cu_seq_q[1:][owner] - row
         q = q.masked_fill(before[:, None, None], 0)
-    return q, k, v, Documents(cu_seq_q, cu_seq_k, max_q, max_k)
+    return q, Documents(cu_seq_q, cu_seq_k, max_q, max_k)
+
+
+def copied(call: Call) -> Call:
+    """Return a call with keys and values copied from their pages to packed documents.
+
+    On a GPU the copies have room for ``max_k`` keys of each request, so that their shape does not depend
+    on lengths, and a CUDA graph can be replayed with others.
+    """
+    assert call.documents is not None, "requests are documents"
+    assert call.block_table is not None, "the call has pages"
+    cu_seq_k, size = call.documents.cu_seq_k, call.k.shape[2]
+    total = int(cu_seq_k[-1]) if call.q.is_cpu else (len(cu_seq_k) - 1) * call.max_k
+    rows = torch.arange(total, device=call.q.device, dtype=torch.int32)
+    request, exists = document_of(cu_seq_k, rows), rows < cu_seq_k[-1]
+    place = torch.where(exists, rows - cu_seq_k[request], 0)
+    page = torch.where(exists, call.block_table[request, place // size], 0)  # rows behind the last are padding
+    k, v = (x[page, :, place % size] for x in (call.k, call.v))
+    return call._replace(k=k, v=v, block_table=None)
 
 
 def without_pages(step: Step) -> Step:

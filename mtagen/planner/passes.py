@@ -17,10 +17,11 @@ Fields: TypeAlias = Mapping[str, Any]  # JSON-ready
 def passes_of(spec: Spec) -> tuple[str, ...]:
     """Return the passes of a spec.
 
-    With packed documents or dropout it has no decode pass, and with pages no other.
+    With packed documents or dropout it has no decode pass. With pages it has one pass: decode, or
+    for packed documents forward.
     """
     if spec.page_size:
-        return PASSES[2:]
+        return PASSES[:1] if spec.packed else PASSES[2:]
     return PASSES[:2] if spec.packed or spec.dropout else PASSES
 
 
@@ -126,6 +127,17 @@ def check_convolves_only(spec: Spec, backend: str) -> None:
         if (stage := getattr(spec, name)) is not None:
             rule = f"{backend} has no kernels for this stage"
             raise PlanError(explain(name, stage, rule, "None, or backend='triton'"))
+
+
+def check_pages(spec: Spec, lowering: str) -> None:
+    """Refuse packed documents whose keys lie in pages.
+
+    Raises:
+        PlanError: the spec has both.
+    """
+    if spec.packed and spec.page_size:
+        rule = f"the lowering {lowering} has no kernels that read the keys of packed documents from pages"
+        raise PlanError(explain("page_size", spec.page_size, rule, "None"))
 
 
 def check_learned(spec: Spec, lowering: str, supported: Collection[str] = ()) -> None:

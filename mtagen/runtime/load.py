@@ -36,11 +36,14 @@ class Passes:
         backward: (grad_out, grad_lse, q, k, v, weight, out, lse, scale, deterministic=bool) -> (dq, dk, dv, dweight).
         decode: (q_tail, k_cache, v_cache, weight, scale, cache_seqlens, num_splits) -> (out, lse). With pages it then
             takes block_table and max_k.
+        reads_pages: whether forward reads keys and values of packed documents from pages; it then takes block_table
+            after max_k.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]] | None = None
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
     decode: Callable[..., tuple[Tensor, Tensor]] | None = None
+    reads_pages: bool = False
 
 
 def available_backends() -> tuple[Backend, ...]:
@@ -64,7 +67,8 @@ def load(plan: Plan, sources: Sources) -> Passes:
     Raises:
         BackendError: a pass has Triton kernels, and the triton package is missing.
     """
-    return Passes(**{name: getattr(load_host(plan, sources, name), name) for name in sources.hosts})
+    hosts = {name: getattr(load_host(plan, sources, name), name) for name in sources.hosts}
+    return Passes(**hosts, reads_pages=plan.spec.packed and plan.spec.page_size is not None)
 
 
 def load_host(plan: Plan, sources: Sources, pass_name: str) -> ModuleType:

@@ -11,7 +11,7 @@ from ...spec import EXPRESSIONS, Spec
 from ..geometry.mask import Mask
 from ..geometry.score import ScoreStage
 from ..kernel import Kernel
-from ..passes import Fields, PassPlan, check_learned, describe
+from ..passes import Fields, PassPlan, check_learned, check_pages, describe
 from ..targets import Target, get_target
 from ..tile.forward import TileForward
 from .concatenation import concatenated, rows_of_table
@@ -243,6 +243,7 @@ class StripLowering:
         if spec.is_fusible and (pass_name != "backward" or not spec.kernel):
             rule = "the strip lowering replaces only the fused backward pass of a convolution"
             raise PlanError(explain("pass", pass_name, rule, "backend='triton'"))
+        check_pages(spec, "strip")
         check_learned(spec, "strip", ("scores", "convolved", "visible", "parameters", "sink"))
         _check_parameters(spec)
         plan = StripPass(spec, target.name, pass_name, self.backend)

@@ -27,20 +27,25 @@ class Layout:
     Attributes:
         packed: whether q, k and v are packed documents, (N, H, D); otherwise they are batches, (B,
             H, N, D).
+        page_size: with packed documents, the tokens of a page of k and v, (pages, H, page_size, D);
+            None if k and v are packed like q.
     """
 
     packed: bool
+    page_size: int | None = None
 
     @classmethod
     def of(cls, spec: Spec) -> Layout:
         """Return the layout of a request."""
-        return cls(spec.packed)
+        return cls(spec.packed, spec.page_size)
 
     @property
     def sequence(self) -> str:
         """The struct that says where the rows of a CTA's sequence lie (``templates/cuda/batch.cuh``,
-        ``packed.cuh``).
+        ``packed.cuh``, ``paged.cuh``).
         """
+        if self.page_size:
+            return "Paged"
         return "Packed" if self.packed else "Batch"
 
     @property
@@ -92,15 +97,22 @@ class Layout:
             yield "Documents lie one after the other; cu_seq_q and cu_seq_k say where each begins, and the last ends."
             yield "A row of `tiles` holds a CTA's document, -1 if there is none, and the index of its block of"
             yield f"{rows} {vectors} in that document."
+        if self.page_size:
+            yield f"Keys and values lie in pages of {self.page_size}; row b of block_table lists those of document b."
 
     def strides(self, *tensors: str) -> tuple[Argument, ...]:
         """Return the strides of tensors, in elements, without the last."""
-        return strides(*tensors, axes="nh" if self.packed else "bhn")
+        axes = {"k": "bhn", "v": "bhn"} if self.page_size else {}
+        packed = "nh" if self.packed else "bhn"
+        return tuple(stride for x in tensors for stride in strides(x, axes=axes.get(x, packed)))
 
     @property
     def documents(self) -> tuple[Argument, ...]:
-        """Pointers to the boundaries of documents and to the schedule of their blocks."""
-        return reads("int", "tiles", "cu_seq_q", "cu_seq_k") if self.packed else ()
+        """The arguments for the boundaries of documents, the schedule of their blocks, and their pages."""
+        if not self.packed:
+            return ()
+        pages = (*reads("int", "block_table"), *numbers("int", "table_width")) if self.page_size else ()
+        return (*reads("int", "tiles", "cu_seq_q", "cu_seq_k"), *pages)
 
     @property
     def lengths(self) -> tuple[Argument, ...]:

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "ptx.cuh"
+#include "tensor_rows.cuh"
 
 // An entry of a batch, whose tensors are (batch, heads, rows, columns). All entries have the same number of rows.
 struct Batch {
@@ -52,3 +53,10 @@ struct Batch {
 
   DEVICE int entry() const { return b; }
 };
+
+// The keys of head h of an entry, from key `first` on.
+template <class Element>
+DEVICE TensorRows<Element> key_rows(const Batch& entry, const Element* x, int h, long long stride_b, long long stride_h,
+                                    long long stride_n, int first) {
+  return {x + entry.keys(h, stride_b, stride_h, stride_n) + first * stride_n, stride_n};
+}

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "ptx.cuh"
+#include "tensor_rows.cuh"
 
 // A packed document. Tensors are (rows, heads, columns), in which the rows of document b begin at row cu_seq[b]. A
 // schedule lists the documents and blocks of CTAs.
@@ -59,3 +60,10 @@ struct Packed {
 
   DEVICE int entry() const { return 0; }
 };
+
+// The keys of head h of a document, from key `first` on.
+template <class Element>
+DEVICE TensorRows<Element> key_rows(const Packed& document, const Element* x, int h, long long stride_n,
+                                    long long stride_h, int first) {
+  return {x + document.keys(h, stride_n, stride_h) + first * stride_n, stride_n};
+}
