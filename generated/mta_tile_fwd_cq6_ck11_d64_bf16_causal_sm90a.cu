@@ -948,9 +948,9 @@ struct Batch {
 
 // The keys of head h of an entry, from key `first` on.
 template <class Element>
-DEVICE TensorRows<Element> key_rows(const Batch& entry, const Element* x, int h, long long stride_b, long long stride_h,
-                                    long long stride_n, int first) {
-  return {x + entry.keys(h, stride_b, stride_h, stride_n) + first * stride_n, stride_n};
+DEVICE auto key_rows(const Batch& entry, const Element* x, int h, long long stride_b, long long stride_h,
+                     long long stride_n, int first) {
+  return TensorRows<Element>{x + entry.keys(h, stride_b, stride_h, stride_n) + first * stride_n, stride_n};
 }
 
 using Sequence = Batch;

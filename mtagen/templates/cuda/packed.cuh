@@ -63,7 +63,7 @@ struct Packed {
 
 // The keys of head h of a document, from key `first` on.
 template <class Element>
-DEVICE TensorRows<Element> key_rows(const Packed& document, const Element* x, int h, long long stride_n,
-                                    long long stride_h, int first) {
-  return {x + document.keys(h, stride_n, stride_h) + first * stride_n, stride_n};
+DEVICE auto key_rows(const Packed& document, const Element* x, int h, long long stride_n, long long stride_h,
+                     int first) {
+  return TensorRows<Element>{x + document.keys(h, stride_n, stride_h) + first * stride_n, stride_n};
 }

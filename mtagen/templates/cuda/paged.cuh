@@ -14,7 +14,8 @@ struct Paged : Packed {
 
 // The keys of head h of a document, from key `first` on, of which n_k are left.
 template <class Element>
-DEVICE PagedRows<Element, PAGE_SIZE> key_rows(const Paged& document, const Element* x, int h, long long stride_page,
-                                              long long stride_h, long long stride_n, int first) {
-  return {x + h * stride_h, stride_page, stride_n, document.table, first + document.n_k, first};
+DEVICE auto key_rows(const Paged& document, const Element* x, int h, long long stride_page, long long stride_h,
+                     long long stride_n, int first) {
+  return PagedRows<Element, PAGE_SIZE>{x + h * stride_h, stride_page,          stride_n,
+                                       document.table,   first + document.n_k, first};
 }

@@ -17,6 +17,6 @@ DEVICE auto rows_of_keys(const PagedStep& sequence, const Element* x, const long
                          const long long& stride_h, const long long& stride_n, const int&, const int& h,
                          const int& group = 1) {
   const int end = sequence.key0 + sequence.limit;
-  return PagedRows<Element, PAGE_SIZE>{
-      x + h / group * stride_h, stride_page, stride_n, sequence.table, end, sequence.key0};
+  return PagedRows<Element, PAGE_SIZE>{x + h / group * stride_h, stride_page, stride_n,
+                                       sequence.table,           end,         sequence.key0};
 }
