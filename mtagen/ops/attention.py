@@ -31,9 +31,9 @@ from .pages import (
     as_documents,
     check_paged,
     check_threshold,
-    new_begins,
     new_rows,
-    of_tails,
+    placed,
+    rows_of_tails,
     tails,
 )
 
@@ -571,43 +571,49 @@ class AttentionOp:
         check_splits(num_splits, len(lengths) * q.shape[1] * MAX_NEW_TOKENS)
         check_threshold(decode_threshold)
         routes = Routes.of(pages, self._spec.context, decode_threshold, num_splits is not None)
-        results = []
-        if routes.steps is not None:
-            results.append(self._paged_steps(q, k_pages, v_pages, weights, routes.steps, scale, num_splits))
+        tensors = (k_pages.transpose(1, 2), v_pages.transpose(1, 2), *weights)
+        out = lse = None
         if routes.chunks is not None:
-            results.append(self._paged_chunks(q, k_pages, v_pages, weights, routes.chunks, scale))
-        if len(results) == 2:
-            begins = new_begins(pages.boundaries, self._spec.context)
-            results = [tuple(routes.joined(*pair, begins) for pair in zip(*results, strict=True))]
-        out, lse = results[0]
+            out, lse = self._paged_chunks(q, tensors, routes.chunks, scale)
+        if routes.steps is not None:
+            steps = self._paged_steps(q, tensors, routes.steps, scale, num_splits)
+            new = routes.steps.max_q - self._spec.context
+            total = len(q) - len(lengths) * self._spec.context
+            if cu_seq_q is None and total == len(steps[0]):
+                out, lse = steps
+            else:
+                rows = rows_of_tails(pages, routes.is_step, self._spec.context, new)
+                out = placed(steps[0], rows, out, total, 0)
+                lse = placed(steps[1], rows, lse, total, -torch.inf)
+        assert out is not None, "some kernel computes the call"
+        assert lse is not None, "some kernel computes the call"
         return (out, lse.transpose(0, 1)) if return_lse else out
 
     def _paged_steps(
-        self,
-        q: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        weights: list[Tensor | None],
-        pages: Pages,
-        scale: float,
-        num_splits: int | None,
+        self, q: Tensor, tensors: tuple[Tensor | None, ...], pages: Pages, scale: float, num_splits: int | None
     ) -> tuple[Tensor, Tensor]:
-        """Compute requests by the kernels of decode steps: out (new queries, H, DV), lse (new queries, H)."""
-        context, total = self._spec.context, len(q)
-        tail, caches = tails(q, pages).transpose(1, 2), (x.transpose(1, 2) for x in (k_pages, v_pages))
-        table = pages.block_table, pages.max_k
-        step = (pages.lengths, scale, num_splits or 0, self._key, *table)
-        out, lse = library.run("decode", tail, *caches, *weights, *step)
-        return of_tails(out.transpose(1, 2), pages, total, context), of_tails(lse.mT, pages, total, context)
+        """Compute the last ``max_q - context`` queries of each request by the kernels of decode steps.
+
+        Args:
+            q: all rows.
+            tensors: k, v and the weights.
+            pages: the requests.
+            scale: factor of q k^T.
+            num_splits: parts into which the keys are split.
+
+        Returns:
+            out ``(requests * queries, H, DV)`` and lse ``(requests * queries, H)``.
+        """
+        step = (pages.lengths, scale, num_splits or 0, self._key, pages.block_table, pages.max_k)
+        out, lse = library.run("decode", tails(q, pages).transpose(1, 2), *tensors, *step)
+        return out.transpose(1, 2).flatten(0, 1), lse.mT.flatten(0, 1)
 
     def _paged_chunks(
-        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, weights: list[Tensor | None], pages: Pages, scale: float
+        self, q: Tensor, tensors: tuple[Tensor | None, ...], pages: Pages, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Compute requests by the kernels of packed documents: the results as of :meth:`_paged_steps`."""
-        q, documents = as_documents(q, pages, self._spec.context)
-        k, v = k_pages.transpose(1, 2), v_pages.transpose(1, 2)
-        others = (scale, self._key, *documents, None, 0.0, pages.block_table)
-        out, lse = library.run("forward", q, k, v, *weights, *others)
+        """Compute all new queries by the kernels of packed documents: out (queries, H, DV), lse (queries, H)."""
+        documents = as_documents(pages)
+        out, lse = library.run("forward", q, *tensors, scale, self._key, *documents, None, 0.0, pages.block_table)
         if self._spec.context:
             rows = new_rows(documents.cu_seq_q, len(q), self._spec.context)
             out, lse = out[rows], lse[:, rows]

@@ -19,7 +19,7 @@ from ..runtime.load import Passes
 from ..spec import Spec
 from . import mask_tables
 from .checks import is_aligned
-from .pages import copied, without_pages
+from .pages import copied, with_earlier_zeros, without_pages
 
 
 def plain_only(packed: bool, dropout: bool, page_size: int | None) -> Passes:
@@ -61,8 +61,11 @@ class Executor:
         (H, total_q).
         """
         kernels = self._kernels_for(call.q, call.documents, call.dropout, _page_size(call.block_table, call.k))
-        if call.block_table is not None and not (kernels is not None and kernels.reads_pages):
-            call = copied(call)
+        if call.block_table is not None:
+            reads_pages = kernels is not None and kernels.reads_pages
+            if self.spec.context and not (reads_pages and self.spec.mask == "source"):
+                call = with_earlier_zeros(call)  # otherwise kernels ignore queries that see no key
+            call = call if reads_pages else copied(call)
         q, k, v, documents, dropout = call.q, call.k, call.v, call.documents, call.dropout
         if kernels is None:
             return cpu.forward(self.spec, call)

@@ -179,33 +179,21 @@ class Routes(NamedTuple):
         steps, chunks = (torch.where(mine, pages.lengths, 0) for mine in (is_step, ~is_step))
         return cls(pages._replace(max_q=most, lengths=steps), pages._replace(lengths=chunks), is_step)
 
-    def joined(self, steps: Tensor, chunks: Tensor, begins: Tensor) -> Tensor:
-        """Return the results of each new query from those of the kernels that computed it.
 
-        Args:
-            steps, chunks: the results, a row for each new query.
-            begins: where the new queries of each request begin.
-        """
-        assert self.is_step is not None, "both kernels compute some requests"
-        row = torch.arange(len(steps), device=steps.device, dtype=torch.int32)
-        mine = self.is_step[document_of(begins, row)]
-        return torch.where(mine.view(-1, *[1] * (steps.ndim - 1)), steps, chunks)
+def as_documents(pages: Pages) -> Documents:
+    """Return the boundaries of requests as packed documents."""
+    ends = pages.lengths.cumsum(0, dtype=torch.int32)
+    return Documents(pages.boundaries, torch.cat([ends.new_zeros(1), ends]), pages.max_q, pages.max_k)
 
 
-def as_documents(q: Tensor, pages: Pages, context: int) -> tuple[Tensor, Documents]:
-    """Return q and the boundaries of requests as packed documents.
-
-    Earlier queries before a request's start become zeros.
-    """
-    _, _, lengths, max_q, max_k = pages
-    cu_seq_q, ends = pages.boundaries, lengths.cumsum(0, dtype=torch.int32)
-    cu_seq_k = torch.cat([ends.new_zeros(1), ends])
-    if context and len(lengths):
-        row = torch.arange(len(q), device=q.device, dtype=torch.int32)
-        owner = document_of(cu_seq_q, row)
-        before = lengths[owner] < cu_seq_q[1:][owner] - row
-        q = q.masked_fill(before[:, None, None], 0)
-    return q, Documents(cu_seq_q, cu_seq_k, max_q, max_k)
+def with_earlier_zeros(call: Call) -> Call:
+    """Return a call on pages whose queries before a request's start are zeros."""
+    assert call.documents is not None, "requests are documents"
+    cu_seq_q, cu_seq_k, *_ = call.documents
+    row = torch.arange(len(call.q), device=call.q.device, dtype=torch.int32)
+    request = document_of(cu_seq_q, row)
+    before = cu_seq_k.diff()[request] < cu_seq_q[1:][request] - row
+    return call._replace(q=call.q.masked_fill(before[:, None, None], 0))
 
 
 def copied(call: Call) -> Call:
@@ -247,32 +235,41 @@ def tails(q: Tensor, pages: Pages) -> Tensor:
     return torch.where(exists[..., None, None], q[row.clamp(min=0)], 0)
 
 
-def of_tails(x: Tensor, pages: Pages, total: int, context: int) -> Tensor:
-    """Return the results of all new queries, one request after another, from those of :func:`tails`.
+def rows_of_tails(pages: Pages, is_step: Tensor | None, context: int, new: int) -> Tensor:
+    """Return which of all new queries are the last ``new`` of each request, ``(requests * new,)``.
+
+    -1 stands for a query that the request does not have, and for those of requests that are no step.
+    """
+    begins = _new_begins(pages.boundaries, context)
+    row = begins[1:, None] + torch.arange(-new, 0, device=begins.device, dtype=torch.int32)
+    exists = row >= begins[:-1, None]
+    if is_step is not None:
+        exists &= is_step[:, None]
+    return torch.where(exists, row, -1).flatten()
+
+
+def placed(x: Tensor, rows: Tensor, others: Tensor | None, total: int, fill: float) -> Tensor:
+    """Return the results of all new queries: those of steps, ``x``, in their rows, and ``others``, or ``fill``.
 
     Args:
-        x: ``(requests, new, ...)``, for the last queries of each request.
-        pages: the requests.
-        total: rows of q, with ``context`` earlier ones for each request. Results of padding are 0.
-        context: earlier queries that a new one depends on.
+        x: ``(n, ...)``.
+        rows: ``(n,)``, the row of each result of x; -1 if it is no result.
+        others: ``(total, ...)``, the results of requests that are no step; None if there are none.
+        total: number of new queries, padding included.
     """
-    if pages.cu_seq_q is None:
-        return x.flatten(0, 1)
-    begins = new_begins(pages.cu_seq_q, context)
-    row = torch.arange(total - len(x) * context, device=x.device, dtype=torch.int32)
-    owner = document_of(begins, row)
-    back = begins[1:][owner] - row  # 1 for a request's last query; 0 or less for padding
-    found = x[owner, (x.shape[1] - back).clamp(0, x.shape[1] - 1)]
-    return found.masked_fill((back < 1).view(-1, *[1] * (found.ndim - 1)), 0)
+    all_rows = x.new_full((total + 1, *x.shape[1:]), fill)  # the last row takes what is no result
+    if others is not None:
+        all_rows[:-1] = others
+    return all_rows.index_copy(0, torch.where(rows < 0, total, rows).to(torch.int64), x)[:-1]
 
 
 def new_rows(cu_seq_q: Tensor, total: int, context: int) -> Tensor:
     """Return the rows of the new queries among ``total`` rows; a request's first ``context`` rows are earlier ones."""
     requests = len(cu_seq_q) - 1
     rows = torch.arange(total - requests * context, device=cu_seq_q.device, dtype=torch.int32)
-    return rows + (document_of(new_begins(cu_seq_q, context), rows) + 1) * context
+    return rows + (document_of(_new_begins(cu_seq_q, context), rows) + 1) * context
 
 
-def new_begins(cu_seq_q: Tensor, context: int) -> Tensor:
+def _new_begins(cu_seq_q: Tensor, context: int) -> Tensor:
     """Return where the new queries of each request begin among those of all."""
     return cu_seq_q - torch.arange(len(cu_seq_q), device=cu_seq_q.device, dtype=torch.int32) * context
