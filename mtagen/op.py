@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from .config import Config
@@ -44,12 +45,14 @@ def build(
     deterministic: bool | None = None,
     packed: bool = False,
     dropout: bool = False,
+    page_size: int | None = None,
     tune: bool = False,
 ) -> AttentionOp:
     """Plan, render, compile and cache the op of the given stages.
 
     Calls compile nothing, except the first ``varlen`` call of an op built without ``packed=True``,
-    and the first call on another GPU.
+    the first ``paged`` call with a page size that the op was not built for, and the first call on
+    another GPU.
 
     Kernels are compiled for, and loaded on, every visible GPU whose target is the plan's. If no GPU
     has that target, or if ``torch.distributed`` is initialised (other GPUs then belong to other
@@ -101,6 +104,8 @@ def build(
             ``varlen`` builds them.
         dropout: whether calls may pass ``dropout_p``. If so, kernels with and without dropout are
             built.
+        page_size: tokens of a page, a power of two, to build the kernels for calls of ``paged``, too.
+            Otherwise the first call with a page size builds them.
         tune: whether to time the planner's candidates of both backends on this GPU first (minutes).
             The cache stores the results of each spec, also those of ``mtagen tune``. Every build uses
             stored results, and does not tune again.
@@ -152,6 +157,7 @@ def build(
         deterministic=deterministic,
         packed=packed,
         dropout=dropout,
+        page_size=replace(spec, page_size=page_size).page_size,
         plan_like=plan_like,
         build_again=partial(build, **arguments | {"tune": False}),  # a build uses stored tuning results anyway
     )

@@ -117,6 +117,9 @@ class Built(Contender):
         self._options = options
         self._ops: dict[Hashable, AttentionOp] = {}
 
+    def enters(self, case: Case) -> bool:
+        return case.spec.page_size is None and super().enters(case)
+
     def refusal(self, case: Case) -> str | None:
         try:
             self._op(case)
@@ -155,6 +158,62 @@ class Built(Contender):
         if case.spec not in self._ops:
             self._ops[case.spec] = build(**case.spec.to_dict(), **self._options)
         return self._ops[case.spec]
+
+
+class Paged(Built):
+    """An op of ``mtagen.build`` whose keys and values lie in pages, in random order."""
+
+    def enters(self, case: Case) -> bool:
+        return case.spec.page_size is not None and Contender.enters(self, case)
+
+    def arguments(self, case: Case, inputs: Inputs) -> list[Tensor]:
+        pages, _ = self._pages(case, inputs.k.device)
+        q = inputs.q.transpose(1, 2).flatten(0, 1).contiguous()
+        held = (_in_pages(x, pages, case) for x in (inputs.k, inputs.v))
+        return [q, *held, *inputs.weights.values()]
+
+    def prepare(self, case: Case) -> Attention:
+        op, device = self._op(case), self.device
+        table, lengths = self._pages(case, device)
+        requests, context = case.sizes.batch, case.spec.context
+        rows = case.sizes.nq + (context if case.decodes else 0)
+        boundaries = torch.arange(requests + 1, device=device, dtype=torch.int32) * rows
+        options = {"lengths": lengths, "max_q": rows, "max_k": case.sizes.nk}
+        call = partial(op.paged, **options, block_table=table, cu_seq_q=None if case.decodes else boundaries)
+        return torch.no_grad()(_by_position(call, case))
+
+    def check(self, case: Case) -> Mapping[str, Comparison]:
+        """Judge the op on whole caches: tests say that pages have the same bits."""
+        whole = replace(case.spec, packed=False, page_size=None)
+        return super().check(replace(case, spec=whole))
+
+    def warm_key(self, case: Case) -> Hashable | None:
+        return None  # only its first call builds kernels for pages
+
+    def _op(self, case: Case) -> AttentionOp:
+        whole = replace(case.spec, packed=False, page_size=None)
+        return super()._op(replace(case, spec=whole))
+
+    @staticmethod
+    def _pages(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the table of pages, in random order, and the lengths."""
+        lengths = case.documents or [case.sizes.nk] * case.sizes.batch
+        size = case.spec.page_size or 1
+        used = [-(-n // size) for n in lengths]
+        order = torch.randperm(sum(used), generator=torch.Generator().manual_seed(0)).split(used)
+        table = torch.nn.utils.rnn.pad_sequence([*order], batch_first=True)
+        return table.to(device, torch.int32), torch.tensor(lengths, device=device, dtype=torch.int32)
+
+
+def _in_pages(x: Tensor, table: Tensor, case: Case) -> Tensor:
+    """Return keys or values ``(B, Hkv, N, D)`` in pages ``(pages, size, Hkv, D)``."""
+    size = case.spec.page_size or 1
+    lengths = case.documents or [case.sizes.nk] * case.sizes.batch
+    pages = x.new_zeros(sum(-(-n // size) for n in lengths), size, x.shape[1], x.shape[3])
+    for entry, n in enumerate(lengths):
+        place = torch.arange(n, device=x.device)
+        pages[table[entry, place // size], place % size] = x[entry, :, :n].transpose(0, 1)
+    return pages
 
 
 class Auto(Built):
@@ -609,6 +668,7 @@ def _contenders(device: torch.device, max_materialised: int) -> list[Contender]:
         ours: dict[str, Any] = {"backend": "torch", "target": "cpu"}
         return [
             Built("mtagen torch", device, **ours),
+            Paged("mtagen torch paged", device, **ours),
             OneByOne("mtagen torch one by one", device, **ours),
             Padded("mtagen torch padded", device, **ours),
             *plain,
@@ -617,6 +677,8 @@ def _contenders(device: torch.device, max_materialised: int) -> list[Contender]:
     return [
         Built("mtagen cuda", device, backend="cuda"),
         Built("mtagen triton", device, backend="triton"),
+        Paged("mtagen cuda paged", device, backend="cuda"),
+        Paged("mtagen triton paged", device, backend="triton"),
         Auto("mtagen auto", device, backend="auto"),
         Built("mtagen cuda sm_80", device, only=_is_the_papers, backend="cuda", target="sm_80"),
         Built("mtagen triton sm_80", device, only=_is_the_papers, backend="triton", target="sm_80"),
@@ -644,7 +706,7 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     """Draw the inputs on which a case is timed; packed documents are ``(total, H, D)``, one after
     the other.
     """
-    if case.spec.packed:
+    if case.spec.packed and not case.spec.page_size:
         return _packed(case, Sampler.for_timing, device)[0]
     return Sampler.for_timing(case.spec, case.sizes, device).inputs(decode=case.decodes)
 

@@ -25,11 +25,14 @@ STYLES: dict[str, dict[str, Any]] = {
     "mtagen cuda deterministic": {"color": "#0072B2", "marker": "x"},
     "mtagen cuda one by one": {"color": "#0072B2", "marker": "1"},
     "mtagen cuda padded": {"color": "#0072B2", "marker": "2"},
+    "mtagen cuda paged": {"color": "#0072B2", "marker": "p"},
     "mtagen triton": {"color": "#009E73", "marker": "s"},
+    "mtagen triton paged": {"color": "#009E73", "marker": "p"},
     "mtagen triton sm_80": {"color": "#009E73", "marker": "^"},
     "mtagen triton sm_89": {"color": "#009E73", "marker": "v"},
     "mtagen auto": {"color": "#56B4E9", "marker": "*"},
     "mtagen torch": {"color": "#0072B2", "marker": "o"},
+    "mtagen torch paged": {"color": "#0072B2", "marker": "p"},
     "mtagen torch one by one": {"color": "#0072B2", "marker": "1"},
     "mtagen torch padded": {"color": "#0072B2", "marker": "2"},
     "eager": {"color": "#000000", "marker": "."},
@@ -94,10 +97,14 @@ def name_mask(case: Case) -> str:
 
 
 def name_data(case: Case) -> str:
-    """Return window, packing and dropout of a case, separated by commas."""
+    """Return window, packing, pages and dropout of a case, separated by commas."""
     spec = case.spec
     names = [f"window {spec.window}"] if spec.window != (-1, -1) else []
-    return ", ".join(names + ["packed"] * spec.packed + ["dropout"] * spec.dropout)
+    if spec.page_size:
+        names += [f"pages of {spec.page_size}"] + ["ragged lengths"] * spec.packed
+    else:
+        names += ["packed"] * spec.packed
+    return ", ".join(names + ["dropout"] * spec.dropout)
 
 
 def name_group(case: Case) -> str:

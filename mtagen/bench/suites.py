@@ -13,9 +13,10 @@ from .expressions import expressions
 
 KERNELS = ((1, 1), (3, 3), (2, 9), PAPER, (7, 7), (11, 11))
 HEAD_DIMS = (64, 128)
+PAGE_SIZES = (16, 64, 256)
 PATIENCE = 1.0  # seconds of a call, beyond which larger cases are left out
 MAX_MATERIALISED = 8192  # keys, beyond which whole scores are kept only on request
-SUITES = ("quick", "full", "decode", "memory", "overhead", "layers", "data", "single", "scores")
+SUITES = ("quick", "full", "decode", "memory", "overhead", "layers", "data", "single", "scores", "serving")
 
 # Head dim, rows and batch of what the suite "full" has besides; the last is as the paper's 300M model trains.
 _LARGER_BATCHES = {"cuda": ((128, 4096, 4), (128, 8192, 4), (64, 2048, 8)), "cpu": ()}
@@ -33,6 +34,7 @@ _LENGTHS: dict[str, dict[str, tuple[int, ...]]] = {
         "data": (8192, 32768),
         "single": (1024, 2048, 4096, 8192),
         "scores": (LENGTH,),
+        "serving": (CACHE_LENGTH,),
     },
     "cpu": {
         "quick": (256, 512),
@@ -41,6 +43,7 @@ _LENGTHS: dict[str, dict[str, tuple[int, ...]]] = {
         "layers": (256, 512),
         "data": (256, 512),
         "scores": (512,),
+        "serving": (4096,),
     },
 }
 _QUICK_CACHES = {"cuda": CACHE_LENGTH, "cpu": 4096}
@@ -100,6 +103,8 @@ def suite(
         found = [*_data(scale, head_dims, lengths)]
     elif name == "scores":
         found = [*_scores(scale, head_dims, lengths, kernels or (PAPER, None))]
+    elif name == "serving":
+        found = [*_serving(scale, head_dims, lengths, kernels or (PAPER, None))]
     elif name == "single":  # one head of one sequence, whose keys CUDA's forward pass splits
         found = [*_training(replace(scale, heads=1), head_dims, lengths, paper, batch=1)]
     else:  # overhead
@@ -205,6 +210,22 @@ def _scores(
 def _passes(specs: Iterable[Spec], sizes: Sizes) -> Iterator[Case]:
     """Yield the training passes of each operator."""
     return (Case(spec, sizes, name) for spec in specs for name in TRAINING_PASSES)
+
+
+def _serving(
+    scale: Scale, head_dims: Sequence[int], lengths: Sequence[int], kernels: Sequence[tuple[int, int] | None]
+) -> Iterator[Case]:
+    """Yield decode steps and chunks of a prompt, from one piece and from pages; and a step of ragged lengths.
+
+    Chunks have 1/16 of the length.
+    """
+    for head_dim, n, kernel in product(head_dims, lengths, kernels):
+        spec = Spec(kernel, head_dim, dtype=scale.dtype)
+        chunk = scale.training(n, batch=1)._replace(nq=max(1, n // 16))
+        for sizes, pass_name in ((scale.decode(n), "decode"), (chunk, "forward")):
+            yield from (Case(replace(spec, page_size=size), sizes, pass_name) for size in (None, *PAGE_SIZES))
+        ragged = replace(spec, packed=True, page_size=64)
+        yield Case(ragged, scale.decode(n, kv_heads=scale.heads // 4)._replace(batch=8 * scale.decode_batch), "decode")
 
 
 def _decode(

@@ -110,11 +110,11 @@ class Case:
 
     @property
     def base(self) -> Case:
-        """The same case without window, dropout, packing, expressions and sink, as a baseline for
-        their cost.
+        """The same case without window, dropout, packing, pages, expressions and sink, as a baseline
+        for their cost.
         """
         rules: dict[str, Any] = dict.fromkeys((*EXPRESSIONS, "visible")) | {"parameters": (), "sink": False}
-        plain = replace(self.spec, window=(-1, -1), packed=False, dropout=False, **rules)
+        plain = replace(self.spec, window=(-1, -1), packed=False, dropout=False, page_size=None, **rules)
         return replace(self, spec=plain)
 
     @property

@@ -628,6 +628,7 @@ def assemble(
     deterministic: bool | None = None,
     packed: bool = False,
     dropout: bool = False,
+    page_size: int | None = None,
     plan_like: Callable[[Spec], Plan] | None = None,
     build_again: Callable[[], AttentionOp] | None = None,
 ) -> AttentionOp:
@@ -641,6 +642,7 @@ def assemble(
         deterministic: as in :func:`mtagen.build`.
         packed: whether kernels for packed documents are compiled, too.
         dropout: whether calls may pass ``dropout_p``; kernels with dropout are then compiled, too.
+        page_size: tokens of a page, if kernels for pages are compiled, too.
         plan_like: plans the spec with packed documents, or dropout, or both; by default for the plan's backend.
         build_again: a picklable call that makes the same op in another process; without it the op
             cannot be pickled.
@@ -667,6 +669,8 @@ def assemble(
     for variant in product((False, True)[: packed + 1], (False, True)[: dropout + 1]):
         if generated and any(variant):
             variants(*variant, None)
+    for chunks in (False, True) if generated and page_size else ():
+        variants(chunks, False, page_size)
     key = f"{plan_key(planned, sources)}-torch_on_cpu{torch_on_cpu:d}-deterministic{deterministic}"
     library.register(key, executor)
     fixed = dtype or (spec.dtype if generated else None)
