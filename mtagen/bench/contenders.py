@@ -220,6 +220,8 @@ class Auto(Built):
     """``backend="auto"`` where it trains with two backends: elsewhere it equals another contender."""
 
     def enters(self, case: Case) -> bool:
+        if not super().enters(case):
+            return False
         try:
             passes = self.plan(case).passes
             return len({one.backend for one in passes if (one.plan.pass_name == "decode") == case.decodes}) > 1

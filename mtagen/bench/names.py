@@ -14,7 +14,7 @@ SAME_MATH = ("eager", "torch.compile", "authors", "authors compiled")
 PEERS = (*SAME_MATH, "liger (post-softmax)")
 FLEX = "FlexAttention"
 SDPA = ("sdpa cudnn", "sdpa flash", "sdpa")  # plain attention
-ONLY_ON_CPU = ("mtagen torch", "mtagen torch one by one", "mtagen torch padded", "sdpa")
+ONLY_ON_CPU = ("mtagen torch", "mtagen torch paged", "mtagen torch one by one", "mtagen torch padded", "sdpa")
 
 # In the order of tables and legends. Okabe and Ito's colours, which the colour-blind can tell apart; plain attention,
 # the lower bound, is dashed.
