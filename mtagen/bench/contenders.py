@@ -539,6 +539,8 @@ class Sdpa(Peer):
         self._backend = backend
 
     def refusal(self, case: Case) -> str | None:
+        if case.causal and not case.decodes and case.sizes.nq != case.sizes.nk:
+            return "PyTorch aligns its causal mask to the first key, not to the last"
         try:
             inputs = self._inputs(self._small(case))
             self.prepare(case)(*(x.requires_grad_(not case.decodes) for x in inputs.arguments))
