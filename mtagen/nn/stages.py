@@ -51,8 +51,8 @@ class Stages(nn.Module):
             held["post_head_weight"] = local(holder.head_kernel).mT
         if holder.sink is not None:
             held["sink"] = local(holder.sink)
-        if len(holder.score_parameters):
-            held["parameters"] = holder.score_parameters()
+        if parameters := holder.score_parameters():
+            held["parameters"] = parameters
         return held
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stages:
