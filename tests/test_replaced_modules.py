@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from test_nn import DIM, EVERYTHING, HEADS, LAYERS, made, tokens, train
 from torch import Tensor, nn
 
+from mtagen import build
 from mtagen.accuracy import compare
 from mtagen.nn import MultiTokenAttention
 
@@ -115,6 +116,37 @@ def test_modules_are_called(options: dict[str, Any]) -> None:
         cache = layer.new_cache(2, 13, like=x)
         parts = [layer(part, cache=cache) for part in x.split([9, 4], 1)]
         torch.testing.assert_close(torch.cat(parts, 1), plain(x))
+
+
+class LikeItsInput(nn.Module):
+    """Stands for a Linear of bitsandbytes: its result has the input's dtype, under autocast too."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).to(x.dtype)
+
+
+def test_projections_that_ignore_autocast() -> None:
+    """The layer casts queries, keys and values, as PyTorch's attention does; ``compute_dtype`` is that of a GPU."""
+    torch.manual_seed(0)
+    layer = MultiTokenAttention(DIM, HEADS, head_dim=16, compute_dtype=torch.bfloat16)
+    exact, x = copy.deepcopy(layer).double(), tokens(2, 13, dtype=torch.float32)
+    exact.op = build(kernel=(6, 11), head_dim=16)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        rounded = layer(x)
+        for name in PROJECTIONS[:3]:
+            layer.set_submodule(name, LikeItsInput(layer.get_submodule(name)))
+        assert layer.wq(x).dtype == torch.float32
+        cache = layer.new_cache(2, 13)
+        parts = [layer(part, cache=cache) for part in x.split([9, 4], 1)]
+        found = layer(x)
+    with torch.no_grad():
+        for one in (found, torch.cat(parts, 1)):
+            judged = compare(one, rounded, exact(x.double()))
+            assert judged.ok, judged
 
 
 class Integers(nn.Module):
