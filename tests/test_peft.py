@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from test_transformers import MODELS, close, llama, made, tokens
 from torch import Tensor, nn
 
+from mtagen import InputError
 from mtagen.nn import MultiTokenAttention
 from mtagen.nn.stages import Stages
 from mtagen.transformers import MtaForCausalLM, lora_options, retrofit
@@ -118,6 +119,12 @@ def test_generation() -> None:
     without = model.generate(input_ids=X, max_new_tokens=8, do_sample=False, use_cache=False)
     assert torch.equal(made_with, without)
     assert made_with.shape == (2, 17)
+
+
+def test_prefixes_without_queries_are_refused() -> None:
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(InputError, match="cache: got 'DynamicCache'; the convolutions need a cache that holds queries"):
+        peft.get_peft_model(retrofitted(), config)(input_ids=X)
 
 
 @pytest.mark.parametrize(

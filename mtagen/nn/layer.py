@@ -468,12 +468,12 @@ class MultiTokenAttention(nn.Module):
             max_len: upper limit of the tokens of a sequence.
             spare: how many of the last tokens may be taken back (:meth:`Cache.remove`), as
                 speculative decoding does.
-            like: ``(..., N, dim)``, tokens of the first call: the cache gets the device and the dtype of
-                the keys that the layer projects from them. Pass it if parameters are elsewhere or of
-                another dtype than what is computed from them, as if they are offloaded or quantised.
-            device: device of the cache, default that of ``like``'s keys, or of the parameters.
+            like: ``(..., N, dim)``, tokens of the first call. If their device or dtype is not that of the
+                parameters, which may be offloaded or quantised, the layer projects a key from them: the
+                cache then has the key's device and dtype by default.
+            device: device of the cache, default that of the parameters.
             dtype: dtype of keys, values and queries; default autocast's dtype where it is on, else
-                that of ``like``'s keys, or of the parameters.
+                the parameters'.
 
         Raises:
             InputError: an argument does not fit, or queries see later keys.
@@ -489,7 +489,9 @@ class MultiTokenAttention(nn.Module):
         if spec.right != 0:
             rule = "a token's output depends on later tokens, which a cache cannot know"
             raise InputError(explain("causal", False, rule, "causal=True, or calls without a cache"))
-        keys = self._projected() if like is None else self.wk(like[..., :1, :])
+        keys = self._projected()
+        if like is not None and (keys.device, keys.dtype) != (like.device, like.dtype):
+            keys = self.wk(like[..., :1, :])
         device = keys.device if device is None else torch.device(device)
         if dtype is None:
             dtype = autocast_dtype(device.type) or keys.dtype

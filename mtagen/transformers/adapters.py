@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import SpecError, explain
 from .retrofit import _PROJECTIONS
 
-# Modules of the layer that hold the weights of its stages.
+# Modules of the layer whose weights are trained as they are, because they are few.
 _STAGES = ("stages", "subln", "gate")
 
 
