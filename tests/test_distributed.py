@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -532,14 +532,14 @@ def test_layer(ranks: Ranks, size: int, length: int, packed: bool) -> None:
     ranks.run(size, compare_layer, length, packed)
 
 
-def compare_data_parallel(group: ProcessGroup, fsdp: bool, compiled: bool) -> None:
+def compare_data_parallel(group: ProcessGroup, fsdp: dict[str, Any] | None, compiled: bool) -> None:
     """The loss is a mean over tokens, of which ranks have equally many."""
     whole, spread = layers(group)
     cp = spread.context_parallel
     x = torch.randn(2, 36, 48, dtype=torch.float64)
-    parallel: Any = DistributedDataParallel(spread, process_group=group) if not fsdp else spread
-    if fsdp:
-        fully_shard(spread, mesh=DeviceMesh.from_group(group, "cpu"))
+    parallel: Any = DistributedDataParallel(spread, process_group=group) if fsdp is None else spread
+    if fsdp is not None:
+        fully_shard(spread, mesh=DeviceMesh.from_group(group, "cpu"), **fsdp)
     if compiled:
         spread.compile(fullgraph=True, backend="aot_eager")
     whole(x).square().mean().backward()
@@ -547,9 +547,12 @@ def compare_data_parallel(group: ProcessGroup, fsdp: bool, compiled: bool) -> No
     torch.testing.assert_close(gradients(spread), gradients(whole))
 
 
+OFFLOADED = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+
+
 @every_size
-@pytest.mark.parametrize(("fsdp", "compiled"), [(False, False), (True, False), (True, True)])
-def test_data_parallel(ranks: Ranks, size: int, fsdp: bool, compiled: bool) -> None:
+@pytest.mark.parametrize(("fsdp", "compiled"), [(None, False), ({}, False), ({}, True), (OFFLOADED, False)])
+def test_data_parallel(ranks: Ranks, size: int, fsdp: dict[str, Any] | None, compiled: bool) -> None:
     """DDP and FSDP over the ranks that share sequences take the mean of their gradients, as of other data."""
     ranks.run(size, compare_data_parallel, fsdp, compiled)
 

@@ -75,12 +75,21 @@ def check_existing_code(names: dict[str, Any]) -> None:
     assert names["model"].stages["weight"].grad.full_tensor().any()
 
 
+def check_tools(names: dict[str, Any]) -> None:
+    """The merge has left a model without adapters, and the layer has computed though its weights are elsewhere."""
+    assert names["out"].shape == (2, 32, 64)
+    assert names["out"].isfinite().all()
+    assert not any("stages" in name or "lora" in name for name in names["merged"].state_dict())
+    assert names["layer"].mta_kernel.is_meta
+
+
 CHECKS = {
     "docs/existing-code.md": check_existing_code,
     "docs/distributed.md": check_distributed,
     "docs/index.md": check_index,
     "docs/tutorial.md": check_tutorial,
     "docs/layer.md": check_layer,
+    "docs/tools.md": check_tools,
     "docs/transformers.md": check_transformers,
 }
 

@@ -1,12 +1,14 @@
-"""The layer after tools for low precision and adapters, which put modules of their own in the place of every Linear.
+"""The layer after tools for low precision and adapters, which put modules of their own in the place of its modules.
 
-So do torchao's float8 training, optimum-quanto and PEFT. Their modules compute something near to x W^T + b and know of
-nothing else that a subclass of ``torch.nn.Linear`` may compute.
+torchao's float8 training, optimum-quanto and PEFT replace every Linear. Their modules compute something near to
+x W^T + b and know of nothing else that a subclass of ``torch.nn.Linear`` may compute. Tools that offload weights bring
+those of any module when it is called, and no sooner.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import authors
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 from test_nn import DIM, EVERYTHING, HEADS, LAYERS, made, tokens, train
 from torch import Tensor, nn
 
+from mtagen import build
 from mtagen.accuracy import compare
 from mtagen.nn import MultiTokenAttention
 
@@ -79,6 +82,71 @@ def test_generation(dtype: torch.dtype) -> None:
     with torch.no_grad():
         parts = [layer(part, cache=cache) for part in x.split([9, 4], 1)]
     torch.testing.assert_close(torch.cat(parts, 1), doubled(options).to(dtype)(x))
+
+
+class Called(nn.Module):
+    """Stands for any module: it can only be called, and counts its calls."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.call, self.calls = module, 0
+
+    def forward(self, *arguments: Tensor) -> Any:
+        self.calls += 1
+        return self.call(*arguments)
+
+
+@pytest.mark.parametrize("options", [EVERYTHING, EVERYTHING | {"post_mixed_heads": 2}], ids=["all mixed", "pairs"])
+def test_modules_are_called(options: dict[str, Any]) -> None:
+    """No weight of a module is read without a call of the module, in training and in generation."""
+    x, biases = tokens(2, 13), {"scores": "s - slopes[h] * (i - j)", "parameters": {"slopes": "h"}, "sink": True}
+    torch.manual_seed(0)
+    plain = MultiTokenAttention(DIM, HEADS, **options, **biases, head_dim=16, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape)
+    layer = copy.deepcopy(plain)
+    for name, part in [*layer.named_children()]:
+        layer.set_submodule(name, Called(part))
+    results, expected = train(layer, x), train(plain, x)
+    assert results.keys() == {re.sub(r"^(\w+)\.", r"\1.call.", name) for name in expected}
+    torch.testing.assert_close([*results.values()], [*expected.values()])
+    assert all(part.calls == 1 for part in layer.children())
+    with torch.no_grad():
+        cache = layer.new_cache(2, 13, like=x)
+        parts = [layer(part, cache=cache) for part in x.split([9, 4], 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), plain(x))
+
+
+class LikeItsInput(nn.Module):
+    """Stands for a Linear of bitsandbytes: its result has the input's dtype, under autocast too."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).to(x.dtype)
+
+
+def test_projections_that_ignore_autocast() -> None:
+    """The layer casts queries, keys and values, as PyTorch's attention does; ``compute_dtype`` is that of a GPU."""
+    torch.manual_seed(0)
+    layer = MultiTokenAttention(DIM, HEADS, head_dim=16, compute_dtype=torch.bfloat16)
+    exact, x = copy.deepcopy(layer).double(), tokens(2, 13, dtype=torch.float32)
+    exact.op = build(kernel=(6, 11), head_dim=16)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        rounded = layer(x)
+        for name in PROJECTIONS[:3]:
+            layer.set_submodule(name, LikeItsInput(layer.get_submodule(name)))
+        assert layer.wq(x).dtype == torch.float32
+        cache = layer.new_cache(2, 13)
+        parts = [layer(part, cache=cache) for part in x.split([9, 4], 1)]
+        found = layer(x)
+    with torch.no_grad():
+        for one in (found, torch.cat(parts, 1)):
+            judged = compare(one, rounded, exact(x.double()))
+            assert judged.ok, judged
 
 
 class Integers(nn.Module):

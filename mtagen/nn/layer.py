@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from ..dtypes import DTypeLike, dtype_name
 from ..errors import InputError, SpecError, explain
 from ..op import build
-from ..ops.attention import AttentionOp, autocast_dtype
+from ..ops.attention import AttentionOp, autocast, autocast_dtype
 from ..ops.checks import check_boundaries
 from ..planner import Backend
 from ..spec import MAX_NEW_TOKENS, OPTIONS, Argument, Expression, KeyPadding, Mask, as_int
 from .cache import Cache, EngineCache
 from .checks import GateKind, as_count, check_count, check_divisor, check_input, check_options
-from .parts import Gate, HeadMixer, HeadNorm, local, set_parameter
+from .parts import Gate, HeadMixer, HeadNorm, ScoreParameters, set_parameter
 from .rope import FrequencyScaling, document_positions, rotate, rotation
+from .stages import Stages
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -215,9 +216,10 @@ class MultiTokenAttention(nn.Module):
         self.subln = HeadNorm(self.head_dim, depth_rescale, **made) if group_norm else None
         self.gate = None if gate is None else Gate(self.head_dim, 1 if gate == "scalar" else self.head_dim, **made)
         self.sink = nn.Parameter(torch.empty(n_heads, **made)) if sink else None
-        self.score_parameters = nn.ParameterDict(
+        self.score_parameters = ScoreParameters(
             {x.name: torch.empty(x.extents({"H": n_heads}), **made) for x in self._score_parameters()}
         )
+        self.stages = Stages(self)
         self.reset_stages()
         self.register_load_state_dict_pre_hook(_accept_head_kernel)  # type: ignore[no-untyped-call]
 
@@ -257,7 +259,7 @@ class MultiTokenAttention(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise all parameters, sharded ones too, e.g. after ``to_empty`` of a meta layer."""
         for part in self.children():
-            if part is not self.score_parameters:
+            if part not in (self.score_parameters, self.stages):
                 part.reset_parameters()  # type: ignore[operator]
         self.reset_stages()
 
@@ -327,21 +329,22 @@ class MultiTokenAttention(nn.Module):
             self._check_cache(x, positions, cu_seqlens, cache)
         rows = x if cu_seqlens is None else x.reshape(-1, self.dim)
         q, k, v = (project(rows).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
+        if self.rope_theta is not None:
+            at = self._positions(rows, cu_seqlens, cache, length) if positions is None else positions
+            at = at if cu_seqlens is None else at.reshape(-1)
+            cos, sin = rotation(at, self.head_dim, self.rope_theta, self.frequency_scaling, q.dtype)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k, v = autocast(q, k, v)  # modules in the place of projections may leave it to their caller
         if q.dtype not in self.op.dtypes:
             rule, legal = (
                 "the layer's kernels were built for another dtype",
                 f"torch.autocast, or a layer with compute_dtype={q.dtype}",
             )
             raise InputError(explain("dtype of queries", q.dtype, rule, legal))
-        if self.rope_theta is not None:
-            at = self._positions(rows, cu_seqlens, cache, length) if positions is None else positions
-            at = at if cu_seqlens is None else at.reshape(-1)
-            cos, sin = rotation(at, self.head_dim, self.rope_theta, self.frequency_scaling, q.dtype)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if isinstance(cache, Cache):
             out = self._attend_to_cache(q, k, v, cache)
         elif cache is not None:
-            out = cache.compute(self.op, self._weights(), q, k, v)
+            out = cache.compute(self.op, self.stages(), q, k, v)
         elif self.context_parallel is not None:
             out = self._attend_over_ranks(self.context_parallel, q, k, v, cu_seqlens, max_seqlen, length)
         else:
@@ -374,28 +377,11 @@ class MultiTokenAttention(nn.Module):
         held = itertools.chain(self.wk.parameters(), self.parameters())
         return next((x for x in held if x.is_floating_point()), torch.empty(0))
 
-    def _weights(self) -> dict[str, Any]:
-        """Return the weights of this rank's heads by the names of the op's arguments."""
-        weights = {
-            "weight": self.mta_kernel,
-            "head_weight": None if self.wpsm is None else self.wpsm.weight,
-            "post_weight": self.mta_kernel_after_sm,
-            "post_head_weight": self.head_kernel if self.wposm is None else self.wposm.weight,
-        }
-        held: dict[str, Any] = {name: None if weight is None else local(weight) for name, weight in weights.items()}
-        if self.head_kernel is not None:
-            held["post_head_weight"] = held["post_head_weight"].mT
-        if self.sink is not None:
-            held["sink"] = local(self.sink)
-        if len(self.score_parameters):
-            held["parameters"] = {name: local(x) for name, x in self.score_parameters.items()}
-        return held
-
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
         """Compute outputs in the shape of q: ``(B, N, H, D)``, or ``(total, H, D)`` for packed
         documents.
         """
-        options = self._weights() | {"dropout_p": self.dropout if self.training else 0}
+        options = self.stages() | {"dropout_p": self.dropout if self.training else 0}
         out: Any
         if cu_seqlens is None:
             out = self.op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
@@ -417,7 +403,7 @@ class MultiTokenAttention(nn.Module):
         """Compute the outputs of the tokens that this rank holds, which attend to those of all
         ranks.
         """
-        options = self._weights() | {"length": length}
+        options = self.stages() | {"length": length}
         out: Any
         if cu_seqlens is None:
             out = spread(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
@@ -441,7 +427,7 @@ class MultiTokenAttention(nn.Module):
             raise InputError(explain("cache.keys.dtype", cache.keys.dtype, rule, f"new_cache(..., dtype={q.dtype})"))
         cache.write(k, v)
         held = torch.cat([cache.queries, q.transpose(1, 2)], 2)
-        queries, weights = held[:, :, cache.spare :], self._weights()
+        queries, weights = held[:, :, cache.spare :], self.stages()
         if count <= MAX_NEW_TOKENS or cache.ragged:
             parts: list[Any] = []
             for first in range(0, count, MAX_NEW_TOKENS):
@@ -465,6 +451,7 @@ class MultiTokenAttention(nn.Module):
         max_len: int,
         *,
         spare: int = 0,
+        like: Tensor | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Cache:
@@ -481,6 +468,9 @@ class MultiTokenAttention(nn.Module):
             max_len: upper limit of the tokens of a sequence.
             spare: how many of the last tokens may be taken back (:meth:`Cache.remove`), as
                 speculative decoding does.
+            like: ``(..., N, dim)``, tokens of the first call. If their device or dtype is not that of the
+                parameters, which may be offloaded or quantised, the layer projects a key from them: the
+                cache then has the key's device and dtype by default.
             device: device of the cache, default that of the parameters.
             dtype: dtype of keys, values and queries; default autocast's dtype where it is on, else
                 the parameters'.
@@ -499,10 +489,12 @@ class MultiTokenAttention(nn.Module):
         if spec.right != 0:
             rule = "a token's output depends on later tokens, which a cache cannot know"
             raise InputError(explain("causal", False, rule, "causal=True, or calls without a cache"))
-        like = self._projected()
-        device = like.device if device is None else torch.device(device)
+        keys = self._projected()
+        if like is not None and (keys.device, keys.dtype) != (like.device, like.dtype):
+            keys = self.wk(like[..., :1, :])
+        device = keys.device if device is None else torch.device(device)
         if dtype is None:
-            dtype = autocast_dtype(device.type) or like.dtype
+            dtype = autocast_dtype(device.type) or keys.dtype
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         shape = batch, self.n_local_kv_heads, max_len, self.head_dim
         queries = torch.zeros(batch, self.n_local_heads, spec.context + extra, self.head_dim, **made)
@@ -544,7 +536,8 @@ class MultiTokenAttention(nn.Module):
             legal = f"layer.new_cache({len(x)}, max_len) of this layer"
             raise InputError(explain("cache", got, "its keys and queries do not fit x or the layer", legal))
         if cache.keys.device != x.device:
-            raise InputError(explain("cache.keys.device", cache.keys.device, "must be x's device", x.device))
+            legal = f"new_cache(..., device={x.device}), or new_cache(..., like=x)"
+            raise InputError(explain("cache.keys.device", cache.keys.device, "must be x's device", legal))
         used = cache.read_longest() if x.shape[1] > MAX_NEW_TOKENS else cache.longest or 0
         if not 1 <= x.shape[1] <= cache.max_len - used:
             rule = f"the cache holds {used} of {cache.max_len} tokens"
@@ -575,6 +568,13 @@ class MultiTokenAttention(nn.Module):
         if self.frequency_scaling is not None:
             angles += f", frequency_scaling={self.frequency_scaling}"
         return f"{heads}, {stages or 'plain'}, {angles}, dropout={self.dropout}"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. Weights of other :class:`Stages` become the layer's own."""
+        if name == "stages" and isinstance(value, Stages) and value.layer is not self:
+            value.give(self)
+            value = Stages(self)
+        super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the op, whose kernels are loaded in this process only."""

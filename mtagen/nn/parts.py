@@ -47,7 +47,8 @@ def set_identity(parameter: Tensor) -> None:
 class HeadMixer(nn.Module):
     """Matrices that mix heads, ``[out, in]``, or ``[group, out, in]`` for several groups.
 
-    The module only holds the matrices under their name in state dicts; the op applies them.
+    The module only holds the matrices under their name in state dicts; the op applies them. They are
+    read by a call, as tools expect that load, replace or gather weights when a module is called.
     """
 
     def __init__(
@@ -62,9 +63,23 @@ class HeadMixer(nn.Module):
         """Set the matrices to the identity, which mixes no heads."""
         set_identity(self.weight)
 
+    def forward(self) -> Tensor:
+        """Return the matrices of this rank's heads."""
+        return local(self.weight)
+
     def extra_repr(self) -> str:
         """Return the shape of the matrices."""
         return f"{tuple(self.weight.shape)}"
+
+
+class ScoreParameters(nn.ParameterDict):
+    """The tensors that expressions read, by their names; a call returns them, like that of a :class:`HeadMixer`."""
+
+    __call__ = nn.Module.__call__  # a ParameterDict refuses to be called
+
+    def forward(self) -> dict[str, Tensor]:
+        """Return the tensors of this rank's heads by name."""
+        return {name: local(x) for name, x in self.items()}
 
 
 class HeadNorm(nn.Module):

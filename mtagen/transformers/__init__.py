@@ -12,6 +12,7 @@ except ModuleNotFoundError as error:
     _rule, _legal = "mtagen.transformers needs this package", "pip install 'mtagen[transformers]'"
     raise ModuleNotFoundError(explain("import", error.name, _rule, _legal), name=error.name) from error
 
+from .adapters import lora_options
 from .cache import MtaCache
 from .configuration import MtaConfig
 from .modeling import MtaForCausalLM, MtaModel, MtaPreTrainedModel
@@ -21,4 +22,4 @@ AutoConfig.register(MtaConfig.model_type, MtaConfig)
 AutoModel.register(MtaConfig, MtaModel)
 AutoModelForCausalLM.register(MtaConfig, MtaForCausalLM)
 
-__all__ = ["MtaCache", "MtaConfig", "MtaForCausalLM", "MtaModel", "MtaPreTrainedModel", "retrofit"]
+__all__ = ["MtaCache", "MtaConfig", "MtaForCausalLM", "MtaModel", "MtaPreTrainedModel", "lora_options", "retrofit"]

@@ -82,7 +82,7 @@ class MtaCacheLayer(CacheLayerMixin):
             ``(B, N, dim)``, zeros in the place of padding.
         """
         batch, count, _ = x.shape
-        state = self._with_room(attention, batch, self.token_count + count)
+        state = self._with_room(attention, x, self.token_count + count)
         if self.record_past:
             self._since_crop += count
             state = state.with_spare(max(SPARE, self._since_crop))
@@ -105,12 +105,12 @@ class MtaCacheLayer(CacheLayerMixin):
         self.state, self.token_count, self.is_initialized = state, self.token_count + count, True
         return out
 
-    def _with_room(self, attention: MultiTokenAttention, batch: int, tokens: int) -> LayerCache:
-        """Return the state with room for ``tokens`` tokens: new in the first call, doubled when
-        full.
+    def _with_room(self, attention: MultiTokenAttention, x: Tensor, tokens: int) -> LayerCache:
+        """Return the state with room for ``tokens`` tokens, of which x are the last: new in the first
+        call, doubled when full.
         """
         if self.state is None:
-            return attention.new_cache(batch, max(tokens, self.max_len or 0))
+            return attention.new_cache(len(x), max(tokens, self.max_len or 0), like=x)
         more = max(tokens, 2 * self.state.max_len) - self.state.max_len
         if tokens <= self.state.max_len:
             return self.state

@@ -23,9 +23,9 @@ MUTANTS = (
     ),
     Mutant(
         "layer-head-kernel-as-the-op-takes-it",
-        "mtagen/nn/layer.py",
-        'held["post_head_weight"].mT',
-        'held["post_head_weight"]',
+        "mtagen/nn/stages.py",
+        "local(holder.head_kernel).mT",
+        "local(holder.head_kernel)",
         "Groups of heads are mixed by the transposes of the authors' matrices.",
         ("tests/test_nn.py::test_is_the_authors_layer",),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..mutant import Mutant
 
 LAYER, REPLACED, PICKLED = "mtagen/nn/layer.py", "tests/test_replaced_modules.py", "tests/test_pickle.py"
+STAGES, ADAPTED = "mtagen/nn/stages.py", "tests/test_peft.py"
 
 MUTANTS = (
     Mutant(
@@ -14,6 +15,46 @@ MUTANTS = (
         "nn.functional.linear(out.reshape(*x.shape[:-1], self.n_local_heads * self.head_dim), *self.wo.parameters())",
         "What a tool has put in the place of the output projection is passed by.",
         (REPLACED,),
+    ),
+    Mutant(
+        "layer-mixing-not-called",
+        STAGES,
+        "holder.wpsm()",
+        "holder.wpsm.weight",
+        "Weights that a tool brings when their module is called are not there.",
+        (REPLACED,),
+    ),
+    Mutant(
+        "layer-leaves-autocast-to-projections",
+        LAYER,
+        "q, k, v = autocast(q, k, v)",
+        "pass",
+        "Projections of QLoRA, which return fp32 under autocast, do not fit the kernels.",
+        (REPLACED,),
+    ),
+    Mutant(
+        "stages-copied-with-the-layers-weights",
+        STAGES,
+        "copy.deepcopy(getattr(self.holder, name), memo)",
+        "getattr(self.holder, name)",
+        "An adapter trains the weights of the model that it should leave alone.",
+        (ADAPTED,),
+    ),
+    Mutant(
+        "stages-put-back-without-their-weights",
+        LAYER,
+        "value.give(self)",
+        "pass",
+        "A merge of an adapter forgets the stages that were trained.",
+        (ADAPTED,),
+    ),
+    Mutant(
+        "model-cache-like-the-parameters",
+        "mtagen/transformers/cache.py",
+        "like=x",
+        "like=None",
+        "A model whose weights are offloaded cannot generate.",
+        ("tests/test_offload.py",),
     ),
     Mutant(
         "cache-of-any-parameters-dtype",
