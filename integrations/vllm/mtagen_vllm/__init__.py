@@ -5,9 +5,10 @@ __all__ = ["register"]
 
 def register() -> None:
     """Tell vLLM of the model and its attention. vLLM calls this in each of its processes."""
-    import mtagen.transformers  # noqa: F401  # transformers then knows the configuration
     from vllm import ModelRegistry
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    import mtagen.transformers  # noqa: F401  # transformers then knows the configuration
 
     from .attention import MtaBackend
 

@@ -7,10 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mtagen.nn.cache import EngineCache
-from mtagen.ops.attention import AttentionOp
-from mtagen.ops.pages import check_page_size
-from mtagen.serving import Rings, Step
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
@@ -22,6 +18,11 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
+
+from mtagen.nn.cache import EngineCache
+from mtagen.ops.attention import AttentionOp
+from mtagen.ops.pages import check_page_size
+from mtagen.serving import Rings, Step
 
 NULL_PAGE = 0  # vLLM gives it to no request
 PREFERRED_SIZE = 64  # tokens of a page; a ring takes the same room in a smaller one

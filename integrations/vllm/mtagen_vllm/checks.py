@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from mtagen.errors import InputError, explain
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+from mtagen.errors import InputError, explain
 
 DRAFTS = ("ngram",)  # methods of speculative decoding that were tested
 

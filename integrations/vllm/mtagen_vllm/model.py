@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from mtagen.errors import InputError, explain
-from mtagen.nn import MultiTokenAttention
-from mtagen.nn.tensor_parallel import check_heads, per_head
-from mtagen.transformers import MtaConfig
 from torch import Tensor, nn
 from vllm.config import CacheConfig, VllmConfig, get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_world_size
@@ -16,6 +12,11 @@ from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
+
+from mtagen.errors import InputError, explain
+from mtagen.nn import MultiTokenAttention
+from mtagen.nn.tensor_parallel import check_heads, per_head
+from mtagen.transformers import MtaConfig
 
 from .attention import MtaBackend, MtaPages
 from .checks import check_config, spare_of

@@ -21,9 +21,10 @@ os.environ |= {  # before vLLM is imported
 
 import pytest
 import torch
-from mtagen.transformers import MtaConfig, MtaForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+
+from mtagen.transformers import MtaConfig, MtaForCausalLM
 
 NEW = 10  # tokens of each answer
 END = 96
@@ -89,7 +90,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 @contextmanager
 def engine(served: Served, **options: Any) -> Iterator[LLM]:
     """Make an engine of a checkpoint, whose steps mix chunks of prompts and single tokens."""
-    small = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 24, "block_size": 16}
+    small = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 96, "block_size": 16}
     fixed = {"skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 2**26}
     try:
         llm = LLM(str(served.folder), **fixed | small | options)

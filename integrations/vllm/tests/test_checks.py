@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from mtagen.errors import InputError
 from mtagen.ops.pages import check_page_size
 from mtagen_vllm.checks import check_config, spare_of

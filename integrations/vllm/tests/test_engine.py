@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from conftest import PROMPTS, SHARED, Served, again, engine, generate
+from torch import Tensor
+from vllm import LLM
+
 from mtagen.errors import InputError, SpecError
 from mtagen.serving import Rings, Step
 from mtagen_vllm.attention import MtaMetadataBuilder
-from torch import Tensor
-from vllm import LLM
 
 Steps = list[list[tuple[int, int]]]
 
@@ -38,19 +39,21 @@ def test_chunks_of_prompts(served: Served, llm: LLM, steps: Steps) -> None:
     assert any({new == 1 for new, _ in step} == {True, False} for step in steps), "no step was mixed"
 
 
-def test_shared_pages(served: Served, llm: LLM) -> None:
+def test_shared_pages(served: Served, llm: LLM, steps: Steps) -> None:
     first, second = generate(llm), again(llm)
     assert served.equal(first) == served.equal(second) == len(PROMPTS)
     shared = len(SHARED) // 16 * 16  # tokens of whole pages
     assert [output.num_cached_tokens for output in first[-2:]] == [shared, shared]
     assert all(output.num_cached_tokens >= len(prompt) - 16 for output, prompt in zip(second, PROMPTS, strict=True))
+    whole, rest = (len(SHARED) + 3, 0), (len(SHARED) + 9 - shared, shared)
+    assert any(whole in step and rest in step for step in steps), "no page was read in the step that filled it"
 
 
 def test_without_earlier_queries_tokens_differ(served: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     append = Rings.append
 
     def forgetful(rings: Rings, q: Tensor, step: Step) -> Tensor:
-        return append(rings, q, step).index_fill(0, step.earlier.flatten(), 0)
+        return append(rings, q, step).index_fill(0, step.earlier.flatten().long(), 0)
 
     monkeypatch.setattr(Rings, "append", forgetful)
     assert served.equal(generate(llm)) < len(PROMPTS)
