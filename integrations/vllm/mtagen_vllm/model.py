@@ -12,6 +12,7 @@ from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.utils import set_weight_attrs
 
 from mtagen.errors import InputError, explain
 from mtagen.nn import MultiTokenAttention
@@ -59,7 +60,7 @@ class MtaAttention(MultiTokenAttention):
         for part, name in per_head(self):
             held = getattr(part, name)
             mine = nn.Parameter(held.detach()[: len(held) // ranks].clone(), requires_grad=False)
-            mine.weight_loader = sharded_weight_loader(0)
+            set_weight_attrs(mine, {"weight_loader": sharded_weight_loader(0)})
             part.register_parameter(name, mine)
         for name in ("wq", "wk", "wv", "wo"):
             linear = RowParallelLinear if name == "wo" else ColumnParallelLinear
@@ -81,7 +82,7 @@ class MtaAttention(MultiTokenAttention):
             spare=spare_of(get_current_vllm_config()),
         )
 
-    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:  # type: ignore[override]  # as vLLM calls it
         """Return the outputs of the new tokens of all requests, ``(tokens, hidden_size)``."""
         return super().forward(hidden_states[None], positions=positions[None], cache=self.pages)[0]
 

@@ -62,7 +62,7 @@ class Served:
         model = MtaForCausalLM(MtaConfig(**sizes, **heads, **EVERYTHING | options)).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():  # so that tokens depend on all stages
-                if any(part in name for part in ("mta_kernel", "wpsm", "wposm", "head_kernel", "sink")):
+                if any(part in name for part in ("mta_kernel", "wpsm", "wposm", "head_kernel", "sink", "slopes")):
                     parameter.add_(torch.randn_like(parameter) * 0.3)
                 elif parameter.ndim > 1:
                     parameter.mul_(6)
