@@ -8,6 +8,7 @@ of its tokens, whichever request filled it, so requests can share pages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class Step:
     requests.
 
     Attributes:
-        sizes: pages, slots, ``size`` and ``context`` of the rings for which it was made.
+        sizes: pages, slots, ``size``, ``context`` and ``unread`` of the rings for which it was made.
         cu_seq_q: ``(requests + 1,)`` int32, where the rows of each request begin among those that
             :meth:`mtagen.AttentionOp.paged` takes: earlier queries, then new ones.
         lengths: ``(requests,)`` int32, tokens of each request, the new ones included.
@@ -44,7 +45,7 @@ class Step:
             request's new tokens go on filling.
         page, slot: ``(requests, context)``, where the earlier queries lie.
         new_page, new_slot: ``(total,)``, where the new queries go. Queries that later tokens of the
-            step would overwrite go to the rings' last page, which nobody reads.
+            step would overwrite go to the rings' ``unread`` page.
     """
 
     sizes: tuple[int, ...]
@@ -87,7 +88,7 @@ class Step:
                 got = tuple(x.shape), x.dtype
                 raise InputError(explain(name, got, "must fit the requests", f"shape ({count},), torch.int32"))
         requests, context, size = len(lengths), rings.context, rings.size
-        unread, device = len(rings.queries) - 1, lengths.device
+        unread, device = rings.unread % len(rings.queries), lengths.device
         past = lengths - cu_seq_q.diff()
         token = torch.arange(total, device=device, dtype=torch.int32)
         owner, is_real = document_of(cu_seq_q, token), token < cu_seq_q[-1]
@@ -133,14 +134,16 @@ class Rings:
     """The last queries of each page, for one layer.
 
     Attributes:
-        queries: ``(pages + 1, slots, H, D)``; the last page takes what nobody reads.
+        queries: ``(pages, slots, H, D)``.
         size: tokens of a page.
         context: how many earlier queries a new one depends on.
+        unread: a page that no request has. It takes what nobody reads.
     """
 
     queries: Tensor
     size: int
     context: int
+    unread: int = -1
 
     @classmethod
     def for_op(
@@ -154,7 +157,7 @@ class Rings:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Rings:
-        """Make empty rings.
+        """Make empty rings; the unread page is one more than there are pages.
 
         Args:
             op: the layer's op.
@@ -173,6 +176,36 @@ class Rings:
         shape = pages + 1, *cls.page_shape(op, heads, spare=spare)
         return cls(torch.zeros(shape, device=device, dtype=dtype), size, op.plan.spec.context)
 
+    @classmethod
+    def in_padding(cls, op: AttentionOp, heads: int, pages: Tensor, *, spare: int = 0, unread: int) -> Rings:
+        """Return rings that lie behind the keys and values of each page, in the memory of an engine.
+
+        Args:
+            op: as in :meth:`for_op`.
+            heads: as in :meth:`for_op`.
+            pages: ``(pages, size, ...)``, keys and values of queries' dtype. The elements of a page
+                lie one after another in any order, and :meth:`page_shape` elements of padding
+                follow them.
+            spare: as in :meth:`for_op`.
+            unread: a page that no request has.
+
+        Raises:
+            InputError: a page has gaps or too little padding, a number is not positive, or ``spare``
+                is negative.
+        """
+        slots, _, head_dim = shape = cls.page_shape(op, heads, spare=spare)
+        held = pages[0].numel()
+        if held != 1 + sum((n - 1) * stride for n, stride in zip(pages.shape[1:], pages.stride()[1:], strict=True)):
+            rule = "the keys and values of a page must lie one after another"
+            raise InputError(explain("pages.stride()", pages.stride(), rule, "padding behind pages only"))
+        room, needed = pages.stride(0) - held, math.prod(shape)
+        if room < needed:
+            rule = f"{slots} queries of {heads} heads with {head_dim} elements must fit"
+            raise InputError(explain("elements of padding", room, rule, f"{needed} or more"))
+        strides = pages.stride(0), heads * head_dim, head_dim, 1
+        queries = pages.as_strided((len(pages), *shape), strides, pages.storage_offset() + held)
+        return cls(queries, pages.shape[1], op.plan.spec.context, unread)
+
     @staticmethod
     def page_shape(op: AttentionOp, heads: int, *, spare: int = 0) -> tuple[int, int, int]:
         """Return the shape ``(slots, H, D)`` of the ring of a page, from which an engine plans its memory.
@@ -190,9 +223,9 @@ class Rings:
         return spec.context + spare if spec.context else 0, heads, spec.head_dim
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Pages, slots, tokens of a page, and context: what a step depends on."""
-        return len(self.queries), self.slots, self.size, self.context
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Pages, slots, tokens of a page, context, and the unread page: what a step depends on."""
+        return len(self.queries), self.slots, self.size, self.context, self.unread
 
     @property
     def slots(self) -> int:

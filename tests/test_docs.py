@@ -178,7 +178,9 @@ def assigned(name: str, scope: ast.AST) -> list[ast.expr]:
 def messages() -> dict[str, list[str]]:
     """Rules of all calls of ``explain`` and ``check_choice``, and texts of all other errors and warnings, by place."""
     found: dict[str, list[str]] = {}
-    for path in sorted([*ROOT.glob("mtagen/**/*.py"), *ROOT.glob("examples/**/*.py")]):
+    for path in sorted(
+        path for name in ("mtagen", "examples", "integrations") for path in ROOT.glob(f"{name}/**/*.py")
+    ):
         for scope in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for node in ast.walk(scope) if isinstance(scope, ast.FunctionDef) else ():
                 if not isinstance(node, ast.Call):

@@ -53,6 +53,7 @@ def test_every_target_is_named() -> None:
         "CONTRIBUTING.md",
         "SECURITY.md",
         "generated/README.md",
+        "integrations/vllm/README.md",
         "benchmarks/README.md",
         "benchmarks/RESULTS.md",
         "benchmarks/NOTES.md",

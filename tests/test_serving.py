@@ -213,6 +213,36 @@ def test_rings_of_an_op() -> None:
         Rings.for_op(op, 2, pages=3, size=16, spare=-1)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["tokens", "heads"])
+def test_rings_in_the_padding_of_pages(order: tuple[int, ...]) -> None:
+    """Neither overwrites the other, and page 0 takes what nobody reads."""
+    op = mtagen.build((6, 11), 16, backend="torch")
+    pages, size, heads, slots = 4, 8, 2, 7
+    content, ring = size * 3 * 32, slots * heads * 16
+    memory = torch.full((pages, content + ring + 1), torch.nan)
+    shape = [pages, size, 3, 32]
+    held = memory[:, :content].unflatten(1, [shape[axis] for axis in order[1:]]).permute(order)
+    rings = Rings.in_padding(op, heads, held, spare=2, unread=0)
+    assert rings.queries.shape == (pages, slots, heads, 16)
+    assert (rings.size, rings.context) == (size, 5)
+    table, done = torch.tensor([[2, 1, 3]], dtype=torch.int32), 0
+    q = torch.randn(21, heads, 16)
+    for count in (12, 1, 8):
+        cu_seq_q, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, count], [done + count]))
+        step = Step.of_tables(rings, cu_seq_q, lengths, count, table)
+        rows = rings.append(q[done : done + count], step)
+        expected = torch.cat([torch.zeros(5, heads, 16), q])[done : done + count + 5]
+        assert torch.equal(rows, expected)
+        done += count
+    assert held.isnan().all()
+    assert memory[:, -1].isnan().all()
+    assert not memory[0, content:-1].isnan().all()
+    with pytest.raises(InputError, match=f"padding: got {ring + 1}; 8 queries of 2 heads"):
+        Rings.in_padding(op, heads, held, spare=3, unread=0)
+    with pytest.raises(InputError, match="must lie one after another"):
+        Rings.in_padding(op, heads, held[..., :-1], spare=2, unread=0)
+
+
 def test_a_whole_engine_step_equals_the_op() -> None:
     op = mtagen.build((6, 11), 16, post_kernel=(3, 3), post_mixed_heads=2, backend="torch")
     torch.manual_seed(0)

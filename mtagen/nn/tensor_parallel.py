@@ -70,20 +70,26 @@ class HeadParallel(ParallelStyle):
         projections: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("wq", "wk", "wv")}
         output = RowwiseParallel(output_layouts=self.output_layouts, use_local_output=self.use_local_output)
         parallelize_module(layer, device_mesh, {**projections, "wo": output}, src_data_rank=self.src_data_rank)
-        per_head = [part for part in (layer, layer.wpsm, layer.wposm) if part is not None]
-        shared = [part for part in (layer.subln, layer.gate) if part is not None]
-        for part in (*per_head, *shared):
-            placement = Replicate() if part in shared else Shard(0)
+        split = per_head(layer)
+        parts = (layer, layer.wpsm, layer.wposm, layer.score_parameters, layer.subln, layer.gate)
+        for part in filter(None, parts):
             for name, parameter in [*part.named_parameters(recurse=False)]:
-                part.register_parameter(name, spread(parameter, placement))
-        for argument in layer.op.plan.spec.learned_arguments:
-            if argument.name in layer.score_parameters:
-                placement = Shard(0) if "H" in argument.shape else Replicate()
-                layer.score_parameters[argument.name] = spread(layer.score_parameters[argument.name], placement)
+                part.register_parameter(name, spread(parameter, Shard(0) if (part, name) in split else Replicate()))
         layer.n_local_heads, layer.n_local_kv_heads = layer.n_heads // ranks, layer.n_kv_heads // ranks
         # The projections share one transfer of the input, and one of its gradient.
         inputs = PrepareModuleInput(input_layouts=self.input_layouts, desired_input_layouts=Replicate())
         return parallelize_module(layer, device_mesh, inputs)
+
+
+def per_head(layer: MultiTokenAttention) -> list[tuple[nn.Module, str]]:
+    """Return the parameters that a layer has for each head, by their module and name. Heads are their first axis.
+
+    Projections are not among them, because ranks split them by styles of their own.
+    """
+    names = {argument.name for argument in layer.op.plan.spec.learned_arguments if "H" in argument.shape}
+    held = [(layer.score_parameters, name) for name in layer.score_parameters if name in names]
+    parts = [part for part in (layer, layer.wpsm, layer.wposm) if part is not None]
+    return held + [(part, name) for part in parts for name, _ in part.named_parameters(recurse=False)]
 
 
 def _checked(module: nn.Module, mesh: DeviceMesh) -> MultiTokenAttention:
@@ -97,17 +103,27 @@ def _checked(module: nn.Module, mesh: DeviceMesh) -> MultiTokenAttention:
         raise SpecError(
             explain("module", type(module).__name__, "must be the layer whose heads the ranks share", legal)
         )
-    ranks, spec = mesh.size(), module.op.plan.spec
     if mesh.ndim != 1:
         raise SpecError(
             explain("device_mesh", mesh, "heads can be spread over one dimension of a mesh only", "mesh['tp']")
         )
-    if module.n_kv_heads % ranks:
+    check_heads(module, mesh.size())
+    return module
+
+
+def check_heads(layer: MultiTokenAttention, ranks: int) -> None:
+    """Check that the heads of a layer can be spread over a number of ranks.
+
+    Raises:
+        SpecError: they cannot.
+    """
+    spec = layer.op.plan.spec
+    if layer.n_kv_heads % ranks:
         rule = f"must be a multiple of the number of ranks, {ranks}"
-        raise SpecError(explain("n_kv_heads", module.n_kv_heads, rule, f"multiples of {ranks}"))
+        raise SpecError(explain("n_kv_heads", layer.n_kv_heads, rule, f"multiples of {ranks}"))
     for name, group in (("mixed_heads", spec.mixed_heads), ("post_mixed_heads", spec.post_mixed_heads)):
-        if group is not None and (module.n_heads // ranks) % group:
-            mine = module.n_heads // ranks
+        if group is not None and (layer.n_heads // ranks) % group:
+            mine = layer.n_heads // ranks
             rule = f"a rank has {mine} heads, and cannot mix them with others"
             legal = f"a divisor of {mine}, or context_parallel=..., which spreads tokens and mixes all heads"
             raise SpecError(explain(name, group, rule, legal))
@@ -117,7 +133,6 @@ def _checked(module: nn.Module, mesh: DeviceMesh) -> MultiTokenAttention:
             rule = "reads h, which each rank counts from its own first head"
             legal = "h as the index of an axis h of a parameter, or all heads on each rank"
             raise SpecError(explain(name, text, rule, legal))
-    if module.dropout and ranks > 1:
+    if layer.dropout and ranks > 1:
         rule = "dropout is not supported where ranks share the heads"
-        raise SpecError(explain("dropout", module.dropout, rule, "0, or all heads on each rank"))
-    return module
+        raise SpecError(explain("dropout", layer.dropout, rule, "0, or all heads on each rank"))

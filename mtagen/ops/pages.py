@@ -81,10 +81,7 @@ def check_paged(
         got = tuple(k_pages.shape[:2]), tuple(v_pages.shape[:2])
         raise InputError(explain("k_pages, v_pages", got, "must have the same pages", "two equal (pages, size)"))
     size = k_pages.shape[1]
-    least = 1 if q.device.type == "cpu" else SMALLEST_PAGE
-    if size < least or size & (size - 1):
-        legal = ", ".join(str(least * 2**i) for i in range(3))
-        raise InputError(explain("page size", size, f"must be a power of two, at least {least}", f"{legal}, ..."))
+    check_page_size(size, q.device.type)
     if not q.is_cpu and (misplaced := [name for name, x in named if not is_aligned(x)]):
         got = tuple(dict(named)[misplaced[0]].stride())
         rule = "rows must start at multiples of 16 bytes; pages are never copied"
@@ -97,6 +94,18 @@ def check_paged(
         rule = "calls on pages compute no gradients"
         raise InputError(explain("gradients", "enabled", rule, "torch.inference_mode(), torch.no_grad(), or op.varlen"))
     return checked
+
+
+def check_page_size(size: int, device_type: str) -> None:
+    """Check the tokens of a page, for a type of device such as ``cuda``.
+
+    Raises:
+        InputError: they are no power of two, or too few.
+    """
+    least = 1 if device_type == "cpu" else SMALLEST_PAGE
+    if size < least or size & (size - 1):
+        legal = ", ".join(str(least * 2**i) for i in range(3))
+        raise InputError(explain("page size", size, f"must be a power of two, at least {least}", f"{legal}, ..."))
 
 
 def _check_requests(pages: Pages, size: int, count: int, q: Tensor, context: int) -> None:

@@ -24,8 +24,8 @@ MUTANTS = (
     Mutant(
         "ranks-score-parameters-whole",
         "mtagen/nn/tensor_parallel.py",
-        'Shard(0) if "H" in argument.shape else Replicate()',
-        "Replicate()",
+        "[(layer.score_parameters, name) for name in layer.score_parameters if name in names]",
+        "[]",
         "A rank has the score parameters of all heads, and takes those of the first.",
         ("tests/test_distributed.py::test_heads",),
     ),

@@ -57,6 +57,22 @@ MUTANTS = (
         (SERVING,),
     ),
     Mutant(
+        "rings-overlap-keys",
+        RINGS,
+        "pages.storage_offset() + held",
+        "pages.storage_offset() + held - head_dim",
+        "A ring in the padding of a page begins before the page's last value ends.",
+        (SERVING,),
+    ),
+    Mutant(
+        "unread-queries-go-to-the-last-page",
+        RINGS,
+        "rings.unread % len(rings.queries), lengths.device",
+        "len(rings.queries) - 1, lengths.device",
+        "Queries that nobody reads overwrite those of a page that an engine may give to a request.",
+        (SERVING,),
+    ),
+    Mutant(
         "keys-of-the-next-page",
         PAGES,
         "table[request, place // size], 0)",
