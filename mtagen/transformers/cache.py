@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from ..errors import InputError, explain
 from ..nn import Cache as LayerCache
 from ..nn import MultiTokenAttention
+from ..ops.attention import AttentionOp
 from .configuration import CACHE_NAMES, MtaConfig
 
 SPARE = 32  # tokens before the last crop that can be taken back, too
@@ -81,36 +82,83 @@ class MtaCacheLayer(CacheLayerMixin):
         Returns:
             ``(B, N, dim)``, zeros in the place of padding.
         """
-        batch, count, _ = x.shape
-        state = self._with_room(attention, batch, self.token_count + count)
+        at = positions if positions is None or padding is None else positions.expand(x.shape[:2])
+
+        def attend(entries: slice, first: int, state: LayerCache) -> Tensor:
+            positions = None if at is None else at[entries, first:]
+            out: Tensor = attention(x[entries, first:], positions=positions, cache=state)
+            return out
+
+        return self._add(attention.new_cache, attend, x, padding)
+
+    def compute(
+        self,
+        op: AttentionOp,
+        weights: Mapping[str, Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        padding: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Add the next tokens, and return their outputs ``(B, N, H, D)``.
+
+        Args:
+            op: the op of the layer.
+            weights: arguments of the op by name.
+            q: ``(B, N, H, D)``, after the rotary embedding.
+            k: ``(B, N, Hkv, D)``.
+            v: ``(B, N, Hkv, D)``.
+            padding: as in :meth:`attend`.
+        """
+
+        def attend(entries: slice, first: int, state: LayerCache) -> Tensor:
+            return state.compute(op, weights, *(x[entries, first:] for x in (q, k, v)))
+
+        def new_cache(batch: int, max_len: int) -> LayerCache:
+            heads = q.shape[2], k.shape[2]
+            return LayerCache.for_op(op, batch, *heads, max_len, device=k.device, dtype=k.dtype)
+
+        return self._add(new_cache, attend, q, padding)
+
+    def _add(
+        self,
+        new_cache: Callable[[int, int], LayerCache],
+        attend: Callable[[slice, int, LayerCache], Tensor],
+        x: Tensor,
+        padding: Sequence[int] | None,
+    ) -> Tensor:
+        """Attend from the next tokens, and add them to the cache.
+
+        Args:
+            new_cache: makes a cache of a number of entries and of tokens.
+            attend: returns the outputs of some entries from their first token on, and adds the tokens to a cache.
+            x: ``(B, N, ...)``, in the shape of the outputs.
+            padding: as in :meth:`attend`.
+        """
+        batch, count = x.shape[:2]
+        state = self._with_room(new_cache, batch, self.token_count + count)
         if self.record_past:
             self._since_crop += count
             state = state.with_spare(max(SPARE, self._since_crop))
         if padding is None:
-            out: Tensor = attention(x, positions=positions, cache=state)
+            out = attend(slice(None), 0, state)
         else:
-            if positions is not None:
-                positions = positions.expand(batch, -1)
-            outs, states = [], []
+            out, states = torch.zeros_like(x), []
             for entry, before in enumerate(padding):
-                row = slice(entry, entry + 1)
                 entry_state = state.select(torch.tensor([entry], device=state.lengths.device))
                 states.append(entry_state)
-                if before == count:
-                    outs.append(torch.zeros_like(x[row]))
-                    continue
-                at = None if positions is None else positions[row, before:]
-                outs.append(F.pad(attention(x[row, before:], positions=at, cache=entry_state), (0, 0, before, 0)))
-            out, state = torch.cat(outs), LayerCache.cat(states)
+                if before < count:
+                    out[entry, before:] = attend(slice(entry, entry + 1), before, entry_state)[0]
+            state = LayerCache.cat(states)
         self.state, self.token_count, self.is_initialized = state, self.token_count + count, True
         return out
 
-    def _with_room(self, attention: MultiTokenAttention, batch: int, tokens: int) -> LayerCache:
+    def _with_room(self, new_cache: Callable[[int, int], LayerCache], batch: int, tokens: int) -> LayerCache:
         """Return the state with room for ``tokens`` tokens: new in the first call, doubled when
         full.
         """
         if self.state is None:
-            return attention.new_cache(batch, max(tokens, self.max_len or 0))
+            return new_cache(batch, max(tokens, self.max_len or 0))
         more = max(tokens, 2 * self.state.max_len) - self.state.max_len
         if tokens <= self.state.max_len:
             return self.state
