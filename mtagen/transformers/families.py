@@ -98,10 +98,9 @@ class StagesConfig:
         layer_overrides: Mapping[int, Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
-        named = {"self", "kwargs", "__class__"}
-        options = {name: value for name, value in locals().items() if name not in named}
+        given = {**locals()}  # only the arguments are local so far
         super().__init__(**kwargs)
-        self.set_stages(**options)
+        self.set_stages(**{name: given[name] for name in (*STAGE_OPTIONS, *_OF_RUNS, "layer_overrides")})
 
     def set_stages(
         self,
