@@ -17,7 +17,7 @@ from mtagen import InputError, SpecError  # noqa: E402
 from mtagen.transformers import MtaCache, retrofit  # noqa: E402
 from mtagen.transformers.cache import CACHE_NAME  # noqa: E402
 from mtagen.transformers.families import FAMILIES, STAGE_OPTIONS  # noqa: E402
-from mtagen.transformers.stages import Stages  # noqa: E402
+from mtagen.transformers.stages import ScoreStages  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,7 +80,7 @@ def randomise(model: Any) -> Any:
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for module in model.modules():
-            if isinstance(module, Stages):
+            if isinstance(module, ScoreStages):
                 for parameter in module.parameters():
                     parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
     return model
@@ -228,7 +228,7 @@ def test_saved_and_loaded(family: str, tmp_path: Path) -> None:
     for one in (loaded, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert torch.equal(one(x).logits, expected)
         assert one.model.layers[0].self_attn.stages.weight.any()
-        assert not hasattr(one.model.layers[1].self_attn.stages, "weight")
+        assert one.model.layers[1].self_attn.stages.weight is None
     kind = transformers.AutoModelForSequenceClassification
     head = kind.from_pretrained(tmp_path / "ours")
     assert torch.equal(head.model(x).last_hidden_state, ours.model(x).last_hidden_state)
@@ -266,6 +266,7 @@ def test_heads(head: str, tmp_path: Path) -> None:
     assert torch.equal(loaded(x)[0], ours(x)[0])
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
 def test_training() -> None:
     """With gradient checkpointing and dropout; stages, sinks and all other parts of attention learn."""
     ours, x = retrofit(made("gpt_oss", attention_dropout=0.1), **STAGES).train(), tokens(4, 12)
@@ -367,3 +368,53 @@ def test_arguments_by_position() -> None:
 
 def test_options_of_stages() -> None:
     assert {*STAGES} < {*STAGE_OPTIONS}
+
+
+def test_dropout() -> None:
+    """In training only, of batches and of packed documents."""
+    theirs, x = made(attention_dropout=0.5), tokens(2, 11)
+    ours, packed = retrofit(theirs, kernel=(2, 3)), {"attention_mask": LEFT}
+    for given in ({}, packed):
+        assert torch.equal(ours.eval()(x, **given).logits, ours(x, **given).logits)
+        assert not torch.equal(ours.train()(x, **given).logits, ours(x, **given).logits)
+    with torch.no_grad(), pytest.raises(InputError, match="cache: got 'a model in training mode, with dropout'"):
+        ours(x, use_cache=True)
+
+
+def test_float64() -> None:
+    """Norms and angles are rounded to fp32 there, too."""
+    theirs, x = made("olmo2").double(), tokens(2, 11)
+    ours = retrofit(theirs, **STAGES)
+    assert {parameter.dtype for parameter in ours.parameters()} == {torch.float64}
+    close(ours(x).logits, theirs(x).logits)
+
+
+def test_compiles() -> None:
+    """As one graph, unless positions or masks are read."""
+    ours, x = randomise(retrofit(made("qwen3", num_hidden_layers=1), **STAGES)), tokens(2, 11)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    close(compiled(x).logits, ours(x).logits)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")
+def test_adapters(tmp_path: Path) -> None:
+    """The projections keep their names, and the stages are a module that an adapter can hold."""
+    peft = pytest.importorskip("peft")
+    ours, x = retrofit(made("gemma2"), **STAGES), tokens(2, 11)
+    plain = copy.deepcopy(ours)
+    options = peft.LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["stages"], r=2)
+    adapted = peft.get_peft_model(ours, options)
+    optimizer = torch.optim.AdamW([x for x in adapted.parameters() if x.requires_grad], lr=1e-2)
+    for _ in range(2):
+        adapted(x, labels=x).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    adapted.eval().save_pretrained(tmp_path)
+    expected, before = adapted(x).logits, plain(x).logits
+    assert (expected - before).abs().max() > 0.01
+    loaded = peft.PeftModel.from_pretrained(plain, tmp_path).eval()
+    assert torch.equal(loaded(x).logits, expected)
+    merged = loaded.merge_and_unload()
+    close(merged(x).logits, expected)
+    trained = merged.model.layers[0].self_attn.stages
+    assert (trained.post_head_weight - torch.eye(2)).abs().max() > 1e-3

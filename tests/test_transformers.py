@@ -1,4 +1,4 @@
-"""The decoder for transformers: against Llama, against examples/gpt, and against itself without padding or cache."""
+"""The decoder for transformers: against examples/gpt, and against itself without padding or cache."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ from transformers import (
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
     DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
     Trainer,
     TrainingArguments,
 )
 
 from examples.gpt import model as gpt
 from mtagen import InputError, SpecError
-from mtagen.transformers import MtaCache, MtaConfig, MtaForCausalLM, MtaModel, retrofit
+from mtagen.transformers import MtaCache, MtaConfig, MtaForCausalLM, MtaModel
 from mtagen.transformers.cache import CACHE_NAME
 from mtagen.transformers.configuration import CACHE_NAMES
 
@@ -128,121 +126,6 @@ def test_is_the_decoder_of_the_example() -> None:
     ours.load_state_dict(state | {"lm_head.weight": theirs.tok_embeddings.weight})
     x = tokens(2, 30)
     close(ours(x).logits, theirs(x))
-
-
-def llama(**options: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES | {"rope_theta": 500.0} | options)).eval()
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_retrofitted_llama_computes_the_same(tied: bool) -> None:
-    theirs = llama(tie_word_embeddings=tied, mlp_bias=True)
-    ours = retrofit(theirs, **STAGES, layer_overrides={1: {"kernel": None}})
-    x = tokens(2, 30)
-    close(ours(x).logits, theirs(x).logits)
-    assert ours.model.layers[0].self_attn.mta_kernel is not None
-    assert ours.model.layers[1].self_attn.mta_kernel is None
-    assert torch.equal(ours.generate(x, max_new_tokens=5), theirs.generate(x, max_new_tokens=5))
-    mask = torch.ones_like(x)
-    mask[0, :9] = 0
-    close(ours(x, attention_mask=mask).logits[0, 9:], theirs(x, attention_mask=mask).logits[0, 9:])
-
-
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        {"rope_type": "linear", "factor": 2.0},
-        {
-            "rope_type": "llama3",
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 2.0,
-            "original_max_position_embeddings": 20,
-        },
-    ],
-    ids=["linear", "llama3"],
-)
-def test_retrofitted_llama_keeps_its_scaled_frequencies(scaling: dict[str, Any], tmp_path: Path) -> None:
-    theirs = llama(rope_theta=None, rope_parameters=scaling | {"rope_theta": 50.0})
-    retrofit(theirs, **STAGES).save_pretrained(tmp_path)
-    ours, x = MtaForCausalLM.from_pretrained(tmp_path), tokens(2, 30)
-    expected = theirs(x).logits
-    close(ours(x).logits, expected)
-    assert torch.equal(ours.generate(x, max_new_tokens=5), theirs.generate(x, max_new_tokens=5))
-    unscaled = llama(rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 50.0})
-    unscaled.load_state_dict(theirs.state_dict())
-    assert (unscaled(x).logits - expected).abs().max() > 0.1 * expected.abs().max()
-
-
-def test_what_else_a_retrofitted_llama_keeps() -> None:
-    theirs = llama(hidden_act="gelu", attention_dropout=0.25).train()
-    theirs.generation_config.max_new_tokens = 3
-    ours = retrofit(theirs, **STAGES)
-    assert ours.training
-    assert ours.model.layers[0].self_attn.dropout == 0.25
-    assert ours.generation_config.max_new_tokens == 3
-    x = tokens(2, 30)
-    close(ours.eval()(x).logits, theirs.eval()(x).logits)
-    assert not retrofit(theirs, **STAGES).training
-
-
-def test_retrofitted_llama_in_float64() -> None:
-    """Its norms and angles are rounded to fp32 there, too."""
-    theirs = llama().double()
-    ours = retrofit(theirs, **STAGES)
-    x = tokens(2, 30)
-    assert ours.dtype == torch.float64
-    torch.testing.assert_close(ours(x).logits, theirs(x).logits, rtol=1e-5, atol=1e-5)
-
-
-def test_retrofitted_llama_trains() -> None:
-    ours = retrofit(llama(), **STAGES).train()
-    x = tokens(4, 16)
-    optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(12):
-        loss = ours(x, labels=x).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-    for layer in ours.model.layers:
-        identity = torch.zeros(4, 1, 3, 5)
-        identity[..., -1, 2] = 1
-        assert not layer.self_attn.mta_kernel.equal(identity)
-
-
-@pytest.mark.parametrize(
-    ("config", "options", "match"),
-    [
-        ({"attention_bias": True}, {}, "attention_bias: got True; the layer's projections have no bias"),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 500.0}},
-            {},
-            "rope_type.*got 'yarn'; .*no such scaling; legal: .*'llama3'",
-        ),
-        ({}, {"layer_overrides": {0: {"gate": "scalar"}}}, "layer_overrides: got 'gate'; would change what"),
-        (
-            {},
-            {"layer_overrides": {2: {"kernel": None}}},
-            r"layer_overrides: got '2'; the model has no such layer; .*0\.\.1",
-        ),
-    ],
-)
-def test_what_cannot_be_retrofitted(config: dict[str, Any], options: dict[str, Any], match: str) -> None:
-    theirs = LlamaForCausalLM(LlamaConfig(**SIZES | config))
-    with pytest.raises(SpecError, match=match):
-        retrofit(theirs, **options)
-
-
-def test_only_llama_is_retrofitted(model: MtaForCausalLM) -> None:
-    for other in (model, llama().model):  # the latter has no output layer
-        with pytest.raises(
-            SpecError, match=f"model: got '{type(other).__name__}'; only Llama's attention is supported"
-        ):
-            retrofit(other)
 
 
 # Padding and packed documents: each document alone is what is expected.

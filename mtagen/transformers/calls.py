@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError, explain
 from .batching import PagedCache, is_paged
@@ -30,14 +31,13 @@ class Batch:
 
 
 def read_call(
-    config: Any, shape: tuple[int, int], device: torch.device, arguments: Mapping[str, Any], *, can_cache: bool = True
+    config: Any, tokens: Tensor, arguments: Mapping[str, Any], *, can_cache: bool = True
 ) -> tuple[Batch, MtaCache | PagedCache | None]:
     """Read the arguments of a model without an output layer.
 
     Args:
         config: the model's configuration.
-        shape: ``(B, N)``.
-        device: device of the batch.
+        tokens: ``(B, N)`` or ``(B, N, hidden_size)``, the tokens of the call or their vectors.
         arguments: the arguments of the call by name, as :meth:`mtagen.transformers.MtaModel.forward` describes them.
         can_cache: whether a cache can serve later tokens, that is, whether queries see no later keys.
 
@@ -47,7 +47,8 @@ def read_call(
     Raises:
         InputError: an argument does not fit, or asks for an unsupported feature.
     """
-    given = arguments.get
+    given, device = arguments.get, tokens.device
+    shape = tokens.shape[0], tokens.shape[1]
     if given("output_attentions") or (given("output_attentions") is None and config.output_attentions):
         rule = "the kernels do not store attention matrices"
         raise InputError(explain("output_attentions", True, rule, False))

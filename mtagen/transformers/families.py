@@ -30,7 +30,7 @@ from ..spec import KeyPadding, Mask
 from .batching import IMPLEMENTATION
 from .configuration import checked_overrides, stored_dtype
 from .features import OwnAttention, OwnGeneration, keep_loaded
-from .stages import NAME, Stages, prepare, withhold_cache
+from .stages import NAME, ScoreStages, prepare, withhold_cache
 
 # Model types of transformers whose attention calls an attention function as stages.py describes.
 FAMILIES = (
@@ -99,7 +99,7 @@ class StagesConfig:
         **kwargs: Any,
     ) -> None:
         given = {**locals()}  # only the arguments are local so far
-        super().__init__(**kwargs)
+        super().__init__(**kwargs)  # of the family's configuration
         self.set_stages(**{name: given[name] for name in (*STAGE_OPTIONS, *_OF_RUNS, "layer_overrides")})
 
     def set_stages(
@@ -133,7 +133,7 @@ class Retrofitted(OwnAttention):
     config: Any
 
     def __init__(self, config: Any, *arguments: Any, **named: Any) -> None:
-        super().__init__(config, *arguments, **named)
+        super().__init__(config, *arguments, **named)  # type: ignore[call-arg]  # of the family's model
         self.add_stages()
 
     def add_stages(self, dtype: torch.dtype | None = None) -> None:
@@ -142,22 +142,24 @@ class Retrofitted(OwnAttention):
         Args:
             dtype: dtype of their weights, default PyTorch's.
         """
-        base: Any = self.base_model  # type: ignore[attr-defined]
+        model: Any = self
+        base: Any = model.base_model
         if base is not self:
-            if not isinstance(base, Retrofitted):
-                base.__class__ = retrofitted_class(type(base))
+            if type(base) in _CLASSES:  # made by a class that knows no stages
+                base.__class__ = _CLASSES[type(base)]
                 base.add_stages(dtype)
             return
         base.register_forward_pre_hook(prepare, with_kwargs=True)
         for number, layer in enumerate(base.layers):
             attention, options = layer.self_attn, self.config.stage_options(number)
-            attention.stages = Stages(attention, options, next(attention.parameters()).device, dtype)
+            device = next((x.device for x in attention.parameters()), base.device)  # quantised modules may have none
+            attention.stages = ScoreStages(attention, options, device, dtype)
             attention.register_forward_pre_hook(withhold_cache, with_kwargs=True)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise stages as the identity, keep loaded values, and leave the rest to the family."""
-        if isinstance(module, Stages):
+        if isinstance(module, ScoreStages):
             with keep_loaded(module):
                 module.reset_parameters()
         else:
@@ -173,10 +175,11 @@ class RetrofittedGenerator(OwnGeneration, Retrofitted):
         Raises:
             InputError: a layer has a window, or as in :class:`mtagen.transformers.MtaForCausalLM`.
         """
-        windows = {layer.self_attn.stages.window for layer in self.base_model.layers} - {None}  # type: ignore[attr-defined]
+        model: Any = self
+        windows = {layer.self_attn.stages.window for layer in model.base_model.layers} - {None}
         if windows:
             rule = "transformers' pages hold no keys before a window, which stages of earlier queries need"
-            raise InputError(explain("sliding_window", *windows, rule, "generate"))
+            raise InputError(explain("sliding_window", max(windows), rule, "generate"))
         self.config._attn_implementation_internal = IMPLEMENTATION
         return super().init_continuous_batching(*arguments, **named)
 

@@ -38,6 +38,7 @@ class OwnAttention:
     """
 
     own_implementation: ClassVar[str] = "eager"
+    config: Any
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         """Refuse attention that is not mtagen's, before transformers advises to ask its authors for it.
@@ -85,7 +86,7 @@ class OwnGeneration:
         """
         check_batching(continuous_batching_config)
         options = {"generation_config": generation_config, "continuous_batching_config": continuous_batching_config}
-        return super().init_continuous_batching(**options, **kwargs)
+        return super().init_continuous_batching(**options, **kwargs)  # type: ignore[misc]
 
     def _prepare_cache_for_generation(
         self,

@@ -191,8 +191,8 @@ class MtaModel(MtaPreTrainedModel):
             "max_length_k": max_length_k,
             **kwargs,
         }
-        shape, can_cache = hidden_states.shape[:2], not self.sees_later_keys
-        batch, caches = read_call(self.config, shape, hidden_states.device, arguments, can_cache=can_cache)
+        can_cache = not self.sees_later_keys
+        batch, caches = read_call(self.config, hidden_states, arguments, can_cache=can_cache)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         states = [hidden_states]

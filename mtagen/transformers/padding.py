@@ -51,22 +51,19 @@ class Packing:
         boundaries = {"cu_seqlens": self.cu_seqlens.to(x.device), "max_seqlen": self.max_seqlen}
         return self.unpack(attention(self.pack(x), positions=at, **boundaries), x.shape[:2])
 
-    def compute(
-        self, op: AttentionOp, weights: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor, dropout_p: float
-    ) -> Tensor:
+    def compute(self, op: AttentionOp, options: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute outputs ``(B, N, H, D)`` within each document, zeros in the place of padding.
 
         Args:
             op: the op of the layer.
-            weights: arguments of the op by name.
+            options: the weights of the op's stages and other arguments by name.
             q: ``(B, N, H, D)``.
             k: ``(B, N, Hkv, D)``.
             v: ``(B, N, Hkv, D)``.
-            dropout_p: as in the op.
         """
         cu_seqlens = self.cu_seqlens.to(q.device)
-        documents = {"cu_seq_q": cu_seqlens, "cu_seq_k": cu_seqlens, "max_q": self.max_seqlen, "max_k": self.max_seqlen}
-        out: Any = op.varlen(*(self.pack(x) for x in (q, k, v)), **documents, **weights, dropout_p=dropout_p)
+        documents: Any = {"cu_seq_q": cu_seqlens, "cu_seq_k": cu_seqlens, "max_q": self.max_seqlen, "max_k": self.max_seqlen}
+        out: Any = op.varlen(*(self.pack(x) for x in (q, k, v)), **documents, **options)
         return self.unpack(out, q.shape[:2])
 
     def pack(self, x: Tensor) -> Tensor:
@@ -80,7 +77,7 @@ class Packing:
         if self.tokens is not None:
             places = self.tokens.to(rows.device)
             rows = rows.new_zeros(batch * count, *rows.shape[1:]).index_copy(0, places, rows)
-        return rows.unflatten(0, (batch, count))
+        return rows.view(batch, count, *rows.shape[1:])
 
 
 def find_documents(

@@ -20,6 +20,7 @@ from ..nn.checks import check_divisor
 from ..nn.layer import build_for
 from ..nn.parts import set_parameter
 from ..ops.attention import autocast
+from ..spec import WEIGHTS
 from .batching import IMPLEMENTATION
 from .cache import CACHE_NAME
 from .calls import Batch, read_call
@@ -30,7 +31,7 @@ NAME = "mtagen"
 _POSITIONAL = ("input_ids", "attention_mask", "position_ids", CACHE_NAME, "inputs_embeds", "use_cache")
 
 
-class Stages(nn.Module):
+class ScoreStages(nn.Module):
     """The stages over the scores of a model's attention, at first the identity.
 
     Args:
@@ -83,14 +84,23 @@ class Stages(nn.Module):
                 "dtype": options["compute_dtype"],
             },
         )
-        for name, weight in self.op.identity_weights(self.heads, device=device, dtype=dtype).items():
-            self.register_parameter(name, nn.Parameter(weight))
+        weights = self.op.identity_weights(self.heads, device=device, dtype=dtype)
+        for name in WEIGHTS:
+            self.register_parameter(name, nn.Parameter(weights[name]) if name in weights else None)
 
     def reset_parameters(self) -> None:
         """Set the weights to the identity, sharded ones too."""
         for name, parameter in self.named_parameters():
             weights = self.op.identity_weights(self.heads, device=parameter.device, dtype=parameter.dtype)
             set_parameter(parameter, weights[name])
+
+    def forward(self) -> dict[str, Tensor]:
+        """Return the weights by the names of the op's arguments.
+
+        They are read by a call, as tools expect that replace, load or gather the weights of a module
+        when it is called.
+        """
+        return dict(self.named_parameters())
 
     def check(self, window: int | None, cap: float | None, sink: Tensor | None) -> None:
         """Check what a model's attention passes to :func:`attend`.
@@ -119,7 +129,7 @@ def prepare(model: Any, arguments: Sequence[Any], named: dict[str, Any]) -> tupl
     tokens = named.get("input_ids") if named.get("inputs_embeds") is None else named["inputs_embeds"]
     if tokens is None:  # the model raises its own error
         return (), named
-    batch, cache = read_call(model.config, tokens.shape[:2], tokens.device, named)
+    batch, cache = read_call(model.config, tokens, named)
     for name in CACHE_NAMES:
         named.pop(name, None)
     return (), {**named, CACHE_NAME: cache, "use_cache": cache is not None, "mtagen_batch": batch}
@@ -153,7 +163,7 @@ def attend(
     """Compute attention with the stages of a module, as transformers asks for it.
 
     Args:
-        module: the attention module, with :class:`Stages` as ``stages``.
+        module: the attention module, with :class:`ScoreStages` as ``stages``.
         query: ``(B, H, N, D)``.
         key: ``(B, Hkv, N, D)``, new tokens only.
         value: ``(B, Hkv, N, D)``.
@@ -173,25 +183,27 @@ def attend(
     Raises:
         InputError: the call asks for what the stages' op does not do.
     """
-    stages: Stages = module.stages
+    stages: ScoreStages = module.stages
     stages.check(sliding_window, softcap, s_aux)
     if attention_mask is not None:
         rule = "masks of scores are not supported"
         raise InputError(explain("attention_mask", type(attention_mask).__name__, rule, "None"))
-    options: dict[str, Any] = {**dict(stages.named_parameters()), "scale": scaling}
+    options: dict[str, Any] = {**stages(), "scale": scaling}
     if s_aux is not None:
         options["sink"] = s_aux
     query, key, value = autocast(query, key, value)
     batch = Batch() if mtagen_batch is None else mtagen_batch
-    if mtagen_cache is None and batch.packing is None:
-        return stages.op(query, key, value, **options, dropout_p=dropout).transpose(1, 2), None
-    rows = [x.transpose(1, 2) for x in (query, key, value)]
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if mtagen_cache is None:
-        return batch.packing.compute(stages.op, options, *rows, dropout), None
+        options["dropout_p"] = dropout
+        if batch.packing is not None:
+            return batch.packing.compute(stages.op, options, q, k, v), None
+        out: Any = stages.op(query, key, value, **options)
+        return out.transpose(1, 2), None
     if dropout:
         rule = "generation does not apply dropout"
         raise InputError(explain("cache", "a model in training mode, with dropout", rule, "model.eval()"))
-    return mtagen_cache.layers[module.layer_idx].compute(stages.op, options, *rows, batch.padding), None
+    return mtagen_cache.layers[module.layer_idx].compute(stages.op, options, q, k, v, batch.padding), None
 
 
 for _name in (NAME, IMPLEMENTATION):
