@@ -144,7 +144,7 @@ class Retrofitted(OwnAttention):
         """
         model: Any = self
         base: Any = model.base_model
-        if base is not self:
+        if base is not model:
             if type(base) in _CLASSES:  # made by a class that knows no stages
                 base.__class__ = _CLASSES[type(base)]
                 base.add_stages(dtype)
@@ -191,8 +191,8 @@ def retrofitted_class(kind: type) -> Any:
         SpecError: there is none.
     """
     if kind not in _CLASSES:
-        known = [known.__name__ for known in _CLASSES]
-        raise SpecError(explain("model", kind.__name__, "mtagen knows no place for stages in its attention", known))
+        rule, legal = "mtagen knows no place for stages in its attention", f"a model of one of the types {FAMILIES}"
+        raise SpecError(explain("model", kind.__name__, rule, legal))
     return _CLASSES[kind]
 
 

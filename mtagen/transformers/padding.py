@@ -62,8 +62,9 @@ class Packing:
             v: ``(B, N, Hkv, D)``.
         """
         cu_seqlens = self.cu_seqlens.to(q.device)
-        documents: Any = {"cu_seq_q": cu_seqlens, "cu_seq_k": cu_seqlens, "max_q": self.max_seqlen, "max_k": self.max_seqlen}
-        out: Any = op.varlen(*(self.pack(x) for x in (q, k, v)), **documents, **options)
+        given: dict[str, Any] = {"cu_seq_q": cu_seqlens, "cu_seq_k": cu_seqlens, **options}
+        q_rows, k_rows, v_rows = (self.pack(x) for x in (q, k, v))
+        out: Any = op.varlen(q_rows, k_rows, v_rows, max_q=self.max_seqlen, max_k=self.max_seqlen, **given)
         return self.unpack(out, q.shape[:2])
 
     def pack(self, x: Tensor) -> Tensor:
