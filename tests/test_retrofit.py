@@ -347,8 +347,6 @@ def test_attention_is_mtagens_alone(tmp_path: Path) -> None:
         type(ours).from_pretrained(tmp_path, attn_implementation="sdpa")
     with pytest.raises(SpecError, match=match):
         ours.set_attn_implementation("sdpa")
-    with pytest.raises(InputError, match="cache_implementation: got 'static'"):
-        generate(ours, tokens(1, 5), cache_implementation="static")
 
 
 def test_an_op_of_another_attention_is_refused() -> None:
@@ -390,10 +388,18 @@ def test_float64() -> None:
 
 
 def test_compiles() -> None:
-    """As one graph, unless positions or masks are read."""
-    ours, x = randomise(retrofit(made("qwen3", num_hidden_layers=1), **STAGES)), tokens(2, 11)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    """A call without positions and masks, and a step of generation for all lengths, as one graph each."""
+    torch._dynamo.reset()
+    ours, x = randomise(retrofit(made("gemma2"), **STAGES)), tokens(2, 11)
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
     close(compiled(x).logits, ours(x).logits)
+    graphs = []
+    options = {"backend": lambda graph, _: graphs.append(graph) or graph, "fullgraph": True, "mode": None}
+    config = transformers.CompileConfig(**options)
+    config._compile_all_devices = True  # a CPU, too
+    static = {"cache_implementation": "static", "compile_config": config}
+    assert torch.equal(generate(ours, x, attention_mask=LEFT, **static), generate(ours, x, attention_mask=LEFT))
+    assert len(graphs) == 1
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")

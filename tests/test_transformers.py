@@ -17,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    CompileConfig,
     DataCollatorWithFlattening,
     DynamicCache,
     Trainer,
@@ -337,6 +338,47 @@ def test_logits_of_a_prompt_in_parts(options: dict[str, Any], padded: bool) -> N
 def test_a_prompt_in_chunks(padded: bool, model: MtaForCausalLM) -> None:
     x, more = tokens(3, 12), {"attention_mask": LEFT} if padded else {}
     assert torch.equal(generate(model, x, prefill_chunk_size=5, **more), generate(model, x, **more))
+
+
+STATIC = {"cache_implementation": "static"}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_generation_with_a_static_cache(model: MtaForCausalLM, way: dict[str, Any], padded: bool) -> None:
+    x, way = tokens(3, 12), way | ({"attention_mask": LEFT} if padded else {})
+    assert torch.equal(generate(model, x, **way, **STATIC), generate(model, x, **way))
+
+
+def test_one_compiled_step_serves_all_lengths() -> None:
+    torch._dynamo.reset()
+    model, x, graphs = made(STAGES | {"num_hidden_layers": 1}), tokens(3, 12), []
+    options = {"backend": lambda graph, _: graphs.append(graph) or graph, "fullgraph": True, "mode": None}
+    config = CompileConfig(**options)
+    config._compile_all_devices = True  # a CPU, too
+    for way in ({}, {"attention_mask": LEFT}):
+        out = generate(model, x, **way, **STATIC, compile_config=config, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, generate(model, x, **way))
+        assert cache_of(out).get_seq_length() == 21
+        assert len(graphs) == 1
+    generate(model, x, compile_config=config)  # the default cache grows, so nothing is compiled
+    assert len(graphs) == 1
+
+
+def test_room_of_a_static_cache(model: MtaForCausalLM) -> None:
+    with pytest.raises(InputError, match=r"max_len: got None; .*room from the start; legal: max_len"):
+        MtaCache(model.config, static=True)
+    x, past = tokens(2, 12), MtaCache(model.config, max_len=12, static=True)
+    with torch.no_grad():
+        model(x[:, :7], cache=past)
+        close(model(x[:, 7:], cache=past).logits, model(x).logits[:, 7:])
+        with pytest.raises(
+            InputError, match=r"tokens: got 13; must fit a static cache; legal: 1\.\.12, or static=False"
+        ):
+            model(x[:, :1], cache=past)
+        assert past.get_seq_length() == 12
+        past.reset()
+        close(model(x, cache=past).logits, model(x).logits)
 
 
 def test_generation_goes_on(model: MtaForCausalLM) -> None:
@@ -701,7 +743,7 @@ def test_illegal_calls_with_a_cache(given: dict[str, Any], match: str, model: Mt
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"cache_implementation": "static"}, "cache_implementation: got 'static'"),
+        ({"cache_implementation": "quantized"}, "cache_implementation: got 'quantized'; .*legal: None or 'static'"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0]])}, "attention_mask: got 'padding on the right'"),
         (
             {"attention_mask": torch.tensor([[1, 1, 1, 1, 0]]), "use_cache": False},

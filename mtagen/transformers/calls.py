@@ -83,4 +83,5 @@ def read_call(
     cache = MtaCache(config) if cache is None else cache
     first = cache.layers[0]
     lengths = None if first.state is None else first.state.lengths
-    return Batch(padding=count_padding(shape, device, mask, position_ids, lengths, first.token_count)), cache
+    earlier = 0 if mask is None else first.token_count
+    return Batch(padding=count_padding(shape, device, mask, position_ids, lengths, earlier)), cache

@@ -88,6 +88,13 @@ class OwnGeneration:
         options = {"generation_config": generation_config, "continuous_batching_config": continuous_batching_config}
         return super().init_continuous_batching(**options, **kwargs)  # type: ignore[misc]
 
+    def create_masks_for_generate(self, attention_mask: Any, inputs_embeds: Any, **others: Any) -> Any:
+        """Return the mask of a prompt as it is, and none for single tokens, which follow no padding.
+
+        ``generate`` asks for it if the cache is static.
+        """
+        return attention_mask if inputs_embeds.shape[1] > 1 else None
+
     def _prepare_cache_for_generation(
         self,
         generation_config: GenerationConfig,
@@ -106,11 +113,12 @@ class OwnGeneration:
         if mask is not None and not mask[:, -1].all():
             rule = "generated tokens would follow padding"
             raise InputError(explain("attention_mask", "padding on the right", rule, "padding on the left"))
-        if generation_config.cache_implementation is not None:
-            got, rule = generation_config.cache_implementation, "the convolutions need a cache that holds queries, too"
-            raise InputError(explain("cache_implementation", got, rule, "None"))
+        kind = generation_config.cache_implementation
+        if kind not in (None, "static"):
+            rule = "the convolutions need a cache that holds queries, too"
+            raise InputError(explain("cache_implementation", kind, rule, "None or 'static'"))
         if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
-            model_kwargs[CACHE_NAME] = MtaCache(self.config, max_cache_length)
+            model_kwargs[CACHE_NAME] = MtaCache(self.config, max_cache_length, static=kind == "static")
         held = model_kwargs.get(CACHE_NAME)
         takes_back = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
         if takes_back and isinstance(held, MtaCache):
