@@ -17,6 +17,9 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     CompileConfig,
     DataCollatorWithFlattening,
     DynamicCache,
@@ -60,6 +63,11 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 every_model = pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+AUTOMATIC = {
+    "SequenceClassification": AutoModelForSequenceClassification,
+    "TokenClassification": AutoModelForTokenClassification,
+    "QuestionAnswering": AutoModelForQuestionAnswering,
+}
 LEFT = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * 12, [0] * 11 + [1]])
 
 
@@ -458,6 +466,36 @@ def test_when_a_call_returns_a_cache(model: MtaForCausalLM) -> None:
 
 
 # What transformers does with models.
+
+
+@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
+def test_heads(head: str, tmp_path: Path) -> None:
+    """Read the decoder's outputs, of padded batches too, learn, and are saved with it."""
+    torch.manual_seed(0)
+    automatic, config = AUTOMATIC[head], MtaConfig(**SIZES | STAGES, pad_token_id=0, num_labels=3)
+    model, mask = automatic.from_config(config).eval(), LEFT.flip(1)
+    assert type(model).__name__ == f"MtaFor{head}"
+    randomise(model)
+    x = tokens(3, 12) * mask  # a text ends at its last token that is no padding
+    hidden = model.model(x, attention_mask=mask).last_hidden_state
+    out = model(x, attention_mask=mask)
+    if head == "SequenceClassification":
+        close(out.logits, model.score(hidden[torch.arange(3), mask.sum(1) - 1]))
+        labels = {"labels": torch.tensor([0, 2, 1])}
+    elif head == "TokenClassification":
+        close(out.logits, model.score(hidden))
+        labels = {"labels": x % 3}
+    else:
+        close(torch.stack([out.start_logits, out.end_logits], -1), model.qa_outputs(hidden))
+        labels = {"start_positions": torch.tensor([0, 1, 0]), "end_positions": torch.tensor([3, 4, 1])}
+    model(x, attention_mask=mask, **labels).loss.backward()
+    assert model.model.layers[0].self_attn.mta_kernel.grad.any()
+    model.save_pretrained(tmp_path)
+    assert torch.equal(automatic.from_pretrained(tmp_path)(x, attention_mask=mask)[0], out[0])
+    with pytest.raises(SpecError, match="attn_implementation: got 'sdpa'; only mtagen's kernels"):
+        automatic.from_pretrained(tmp_path, attn_implementation="sdpa")
+    with pytest.raises(InputError, match="output_attentions: got True; the kernels do not store"):
+        model(x, output_attentions=True)
 
 
 @every_model

@@ -190,7 +190,7 @@ class MtaCacheLayer(CacheLayerMixin):
             return
         chosen = self.state.select(entries.to(self.state.lengths.device))
         if self.is_compileable and len(entries) == len(self.state.lengths):  # compiled steps know the addresses
-            held = {name: x for name, x in vars(self.state).items() if isinstance(x, Tensor)}
+            held: dict[str, Any] = {name: x for name, x in vars(self.state).items() if isinstance(x, Tensor)}
             for name, x in held.items():
                 x.copy_(getattr(chosen, name))
             chosen = replace(chosen, **held)
