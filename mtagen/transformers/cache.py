@@ -224,7 +224,8 @@ class MtaCacheLayer(CacheLayerMixin):
         Raises:
             InputError: the queries before them, which a convolution then needs, are not held.
         """
-        count = max(0, self.token_count - tokens_to_remove) if tokens_to_remove > 0 else -tokens_to_remove
+        given = int(tokens_to_remove)  # some versions of transformers pass a tensor
+        count = max(0, self.token_count - given) if given > 0 else -given
         if self.state is not None and self.record_past:
             self.state.remove(count)
             self.state = self.state.with_spare(SPARE)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..dtypes import DTypeLike
+from ..errors import SpecError, explain
 from ..planner import Backend
 from ..spec import KeyPadding, Mask
 from .families import retrofitted_class
@@ -59,6 +60,9 @@ def retrofit(
     """
     options = {name: value for name, value in locals().items() if name != "model"}  # only arguments are local so far
     kind = retrofitted_class(type(model))
+    if model.device.type == "meta" and any(hasattr(module, "_hf_hook") for module in model.modules()):
+        rule, legal = "stages would lie elsewhere", "a model that is retrofitted first, and then offloaded"
+        raise SpecError(explain("model", "offloaded weights", rule, legal))
     ours = copy.deepcopy(model)
     ours.__class__ = kind
     config = ours.config  # all modules of the copy share it

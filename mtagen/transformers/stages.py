@@ -28,7 +28,7 @@ from .configuration import CACHE_NAMES
 
 NAME = "mtagen"
 # The arguments of a model without an output layer that may be passed by position.
-_POSITIONAL = ("input_ids", "attention_mask", "position_ids", CACHE_NAME, "inputs_embeds", "use_cache")
+POSITIONAL = ("input_ids", "attention_mask", "position_ids", CACHE_NAME, "inputs_embeds", "use_cache")
 
 
 class ScoreStages(nn.Module):
@@ -125,7 +125,7 @@ def prepare(model: Any, arguments: Sequence[Any], named: dict[str, Any]) -> tupl
     Raises:
         InputError: an argument does not fit, or asks for an unsupported feature.
     """
-    named = dict(zip(_POSITIONAL, arguments, strict=False)) | named
+    named = dict(zip(POSITIONAL, arguments, strict=False)) | named
     tokens = named.get("input_ids") if named.get("inputs_embeds") is None else named["inputs_embeds"]
     if tokens is None:  # the model raises its own error
         return (), named
