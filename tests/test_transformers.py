@@ -384,7 +384,7 @@ def test_room_of_a_static_cache(model: MtaForCausalLM) -> None:
             InputError, match=r"tokens: got 13; must fit a static cache; legal: 1\.\.12, or static=False"
         ):
             model(x[:, :1], cache=past)
-        assert past.get_seq_length() == 12
+        assert (past.get_seq_length(), past.layers[0].get_max_length()) == (12, 12)
         past.reset()
         close(model(x, cache=past).logits, model(x).logits)
 
@@ -468,7 +468,7 @@ def test_when_a_call_returns_a_cache(model: MtaForCausalLM) -> None:
 # What transformers does with models.
 
 
-@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
+@pytest.mark.parametrize("head", AUTOMATIC)
 def test_heads(head: str, tmp_path: Path) -> None:
     """Read the decoder's outputs, of padded batches too, learn, and are saved with it."""
     torch.manual_seed(0)

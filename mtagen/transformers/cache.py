@@ -245,8 +245,8 @@ class MtaCacheLayer(CacheLayerMixin):
         return self.token_count
 
     def get_max_length(self) -> int:
-        """Return -1, because the cache grows without limit."""
-        return -1
+        """Return the room for tokens of each entry if the cache is static, else -1, because it grows without limit."""
+        return self.max_len if self.is_compileable and self.max_len is not None else -1
 
     get_max_cache_shape = get_max_length  # the name in earlier versions of transformers 5
 
