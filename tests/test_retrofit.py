@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import pickle
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +317,15 @@ def test_offloaded_and_quantised() -> None:
     assert torch.equal(generate(retrofit(quantised, **STAGES), x), generate(quantised, x))
 
 
+def test_the_benchmark_of_generation_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = Path(__file__).parents[1] / "benchmarks/generation.py"
+    runpy.run_path(str(path))["main"](dim=64, layers=1, batches=[2], prompt=5, count=3, json_file=tmp_path / "run.json")
+    results = json.loads((tmp_path / "run.json").read_text())["results"]
+    assert len(results) == 4
+    assert all(result["same"] == 1 and result["tokens_per_s"] > 0 for result in results)
+    assert capsys.readouterr().out.count("static") == 2
+
+
 # Refusals.
 
 
@@ -397,18 +408,17 @@ def test_float64() -> None:
     close(ours(x).logits, theirs(x).logits)
 
 
-def test_compiles() -> None:
-    """A call without positions and masks, and a step of generation for all lengths, as one graph each."""
+def test_one_compiled_step_serves_all_lengths() -> None:
+    """As one graph, of padded prompts too."""
     torch._dynamo.reset()
     ours, x = randomise(retrofit(made("qwen3", num_hidden_layers=1), **STAGES)), tokens(2, 11)
-    compiled = torch.compile(ours, fullgraph=True, backend="eager")
-    close(compiled(x).logits, ours(x).logits)
     graphs = []
     options = {"backend": lambda graph, _: graphs.append(graph) or graph, "fullgraph": True, "mode": None}
     config = transformers.CompileConfig(**options)
     config._compile_all_devices = True  # a CPU, too
     static = {"cache_implementation": "static", "compile_config": config}
-    assert torch.equal(generate(ours, x, attention_mask=LEFT, **static), generate(ours, x, attention_mask=LEFT))
+    for given in ({}, {"attention_mask": LEFT}):
+        assert torch.equal(generate(ours, x, **given, **static), generate(ours, x, **given))
     assert len(graphs) == 1
 
 
