@@ -61,7 +61,8 @@ def retrofit(
     options = {name: value for name, value in locals().items() if name != "model"}  # only arguments are local so far
     kind = retrofitted_class(type(model))
     if model.device.type == "meta" and any(hasattr(module, "_hf_hook") for module in model.modules()):
-        rule, legal = "stages would lie elsewhere", "a model that is retrofitted first, and then offloaded"
+        rule = "its stages would not be on the device that computes"
+        legal = "a model that is retrofitted first, and then offloaded"
         raise SpecError(explain("model", "offloaded weights", rule, legal))
     ours = copy.deepcopy(model)
     ours.__class__ = kind
