@@ -145,13 +145,16 @@ class MtaCacheLayer(CacheLayerMixin):
         if padding is None:
             out = attend(slice(None), 0, state)
         else:
-            out, states = torch.zeros_like(x), []
+            outs, states = [], []
             for entry, before in enumerate(padding):
+                row = slice(entry, entry + 1)
                 entry_state = state.select(torch.tensor([entry], device=state.lengths.device))
                 states.append(entry_state)
-                if before < count:
-                    out[entry, before:] = attend(slice(entry, entry + 1), before, entry_state)[0]
-            state = LayerCache.cat(states)
+                if before == count:
+                    outs.append(torch.zeros_like(x[row]))
+                    continue
+                outs.append(F.pad(attend(row, before, entry_state), (0, 0) * (x.ndim - 2) + (before, 0)))
+            out, state = torch.cat(outs), LayerCache.cat(states)
         self._count += count
         if self.is_compileable and not compiled:
             state.longest = None  # as in compiled steps, which would else be compiled twice
