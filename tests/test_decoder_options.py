@@ -1,4 +1,4 @@
-"""The decoder for transformers: options of single layers, what a retrofit shares, how long documents are said to be."""
+"""The decoder for transformers: options of single layers, how long documents are said to be."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import forward_calls
-from test_transformers import MODELS, SIZES, STAGES, VOCABULARY, cache_of, close, llama, made, tokens
+from test_transformers import MODELS, SIZES, STAGES, VOCABULARY, cache_of, made, tokens
 
 from mtagen import SpecError
 from mtagen.call import Call
 from mtagen.nn import FrequencyScaling
-from mtagen.transformers import MtaConfig, MtaForCausalLM, MtaModel, retrofit
+from mtagen.transformers import MtaConfig, MtaForCausalLM, MtaModel
 from mtagen.transformers.configuration import LAYER_OPTIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,53 +85,6 @@ def test_a_layer_that_sees_later_keys_is_enough(layer: int) -> None:
         assert cache_of(model(tokens(1, 5))) is None
     blind = made(STAGES | options | {"layer_overrides": None}, MtaModel)
     assert not blind.sees_later_keys
-
-
-@pytest.mark.parametrize("name", ["group_norm", "depth_rescale", "gate", "rope_theta", "frequency_scaling", "window"])
-def test_no_layer_of_a_retrofit_computes_something_else(name: str) -> None:
-    with pytest.raises(SpecError, match=f"layer_overrides: got '{name}'; would change what the trained model computes"):
-        retrofit(llama(), layer_overrides={1: {name: OVERRIDES[name][0]}})
-
-
-# What a retrofit takes over.
-
-
-def test_a_retrofit_shares_nothing_with_the_model() -> None:
-    theirs = llama()
-    theirs.generation_config.max_new_tokens = 3
-    ours = retrofit(theirs, **STAGES)
-    ours.generation_config.max_new_tokens = 5
-    ours.generation_config.eos_token_id = 7
-    assert theirs.generation_config.max_new_tokens == 3
-    assert theirs.generation_config.eos_token_id != 7
-    state, x = {name: value.clone() for name, value in theirs.state_dict().items()}, tokens(2, 9)
-    before = theirs(x).logits
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.add_(1)
-    assert all(torch.equal(value, state[name]) for name, value in theirs.state_dict().items())
-    assert torch.equal(theirs(x).logits, before)
-
-
-def test_a_retrofit_keeps_the_configuration() -> None:
-    """Every field that both have, where the model's is none of its defaults."""
-    fields = {
-        "max_position_embeddings": 77,
-        "initializer_range": 0.07,
-        "rms_norm_eps": 0.05,
-        "use_cache": False,
-        "tie_word_embeddings": True,
-        "mlp_bias": True,
-        "hidden_act": "gelu",
-        "pad_token_id": 3,
-        "bos_token_id": 4,
-        "eos_token_id": 5,
-    }
-    theirs = llama(**fields)
-    ours = retrofit(theirs, **STAGES)
-    assert {name: getattr(ours.config, name) for name in (*SIZES, *fields)} == SIZES | fields
-    x = tokens(2, 9)
-    close(ours(x).logits, theirs(x).logits)
 
 
 # How long the longest document is said to be.

@@ -59,7 +59,7 @@ def check_layer(names: dict[str, Any]) -> None:
 def check_transformers(names: dict[str, Any]) -> None:
     assert names["out"].shape == (2, 32)
     assert names["loss"].isfinite()
-    assert names["model"].model.layers[0].self_attn.mta_kernel.grad.any()
+    assert names["model"].model.layers[0].self_attn.stages.weight.grad.any()
 
 
 def check_distributed(names: dict[str, Any]) -> None:

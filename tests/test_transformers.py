@@ -1,4 +1,4 @@
-"""The decoder for transformers: against Llama, against examples/gpt, and against itself without padding or cache."""
+"""The decoder for transformers: against examples/gpt, and against itself without padding or cache."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    CompileConfig,
     DataCollatorWithFlattening,
     DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
     Trainer,
     TrainingArguments,
 )
 
 from examples.gpt import model as gpt
 from mtagen import InputError, SpecError
-from mtagen.transformers import MtaCache, MtaConfig, MtaForCausalLM, MtaModel, lora_options, retrofit
+from mtagen.transformers import MtaCache, MtaConfig, MtaForCausalLM, MtaModel, lora_options
 from mtagen.transformers.cache import CACHE_NAME
 from mtagen.transformers.configuration import CACHE_NAMES
 
@@ -61,6 +63,11 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 every_model = pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+AUTOMATIC = {
+    "SequenceClassification": AutoModelForSequenceClassification,
+    "TokenClassification": AutoModelForTokenClassification,
+    "QuestionAnswering": AutoModelForQuestionAnswering,
+}
 LEFT = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * 12, [0] * 11 + [1]])
 
 
@@ -128,121 +135,6 @@ def test_is_the_decoder_of_the_example() -> None:
     ours.load_state_dict(state | {"lm_head.weight": theirs.tok_embeddings.weight})
     x = tokens(2, 30)
     close(ours(x).logits, theirs(x))
-
-
-def llama(**options: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES | {"rope_theta": 500.0} | options)).eval()
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_retrofitted_llama_computes_the_same(tied: bool) -> None:
-    theirs = llama(tie_word_embeddings=tied, mlp_bias=True)
-    ours = retrofit(theirs, **STAGES, layer_overrides={1: {"kernel": None}})
-    x = tokens(2, 30)
-    close(ours(x).logits, theirs(x).logits)
-    assert ours.model.layers[0].self_attn.mta_kernel is not None
-    assert ours.model.layers[1].self_attn.mta_kernel is None
-    assert torch.equal(ours.generate(x, max_new_tokens=5), theirs.generate(x, max_new_tokens=5))
-    mask = torch.ones_like(x)
-    mask[0, :9] = 0
-    close(ours(x, attention_mask=mask).logits[0, 9:], theirs(x, attention_mask=mask).logits[0, 9:])
-
-
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        {"rope_type": "linear", "factor": 2.0},
-        {
-            "rope_type": "llama3",
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 2.0,
-            "original_max_position_embeddings": 20,
-        },
-    ],
-    ids=["linear", "llama3"],
-)
-def test_retrofitted_llama_keeps_its_scaled_frequencies(scaling: dict[str, Any], tmp_path: Path) -> None:
-    theirs = llama(rope_theta=None, rope_parameters=scaling | {"rope_theta": 50.0})
-    retrofit(theirs, **STAGES).save_pretrained(tmp_path)
-    ours, x = MtaForCausalLM.from_pretrained(tmp_path), tokens(2, 30)
-    expected = theirs(x).logits
-    close(ours(x).logits, expected)
-    assert torch.equal(ours.generate(x, max_new_tokens=5), theirs.generate(x, max_new_tokens=5))
-    unscaled = llama(rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 50.0})
-    unscaled.load_state_dict(theirs.state_dict())
-    assert (unscaled(x).logits - expected).abs().max() > 0.1 * expected.abs().max()
-
-
-def test_what_else_a_retrofitted_llama_keeps() -> None:
-    theirs = llama(hidden_act="gelu", attention_dropout=0.25).train()
-    theirs.generation_config.max_new_tokens = 3
-    ours = retrofit(theirs, **STAGES)
-    assert ours.training
-    assert ours.model.layers[0].self_attn.dropout == 0.25
-    assert ours.generation_config.max_new_tokens == 3
-    x = tokens(2, 30)
-    close(ours.eval()(x).logits, theirs.eval()(x).logits)
-    assert not retrofit(theirs, **STAGES).training
-
-
-def test_retrofitted_llama_in_float64() -> None:
-    """Its norms and angles are rounded to fp32 there, too."""
-    theirs = llama().double()
-    ours = retrofit(theirs, **STAGES)
-    x = tokens(2, 30)
-    assert ours.dtype == torch.float64
-    torch.testing.assert_close(ours(x).logits, theirs(x).logits, rtol=1e-5, atol=1e-5)
-
-
-def test_retrofitted_llama_trains() -> None:
-    ours = retrofit(llama(), **STAGES).train()
-    x = tokens(4, 16)
-    optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(12):
-        loss = ours(x, labels=x).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-    for layer in ours.model.layers:
-        identity = torch.zeros(4, 1, 3, 5)
-        identity[..., -1, 2] = 1
-        assert not layer.self_attn.mta_kernel.equal(identity)
-
-
-@pytest.mark.parametrize(
-    ("config", "options", "match"),
-    [
-        ({"attention_bias": True}, {}, "attention_bias: got True; the layer's projections have no bias"),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 500.0}},
-            {},
-            "rope_type.*got 'yarn'; .*no such scaling; legal: .*'llama3'",
-        ),
-        ({}, {"layer_overrides": {0: {"gate": "scalar"}}}, "layer_overrides: got 'gate'; would change what"),
-        (
-            {},
-            {"layer_overrides": {2: {"kernel": None}}},
-            r"layer_overrides: got '2'; the model has no such layer; .*0\.\.1",
-        ),
-    ],
-)
-def test_what_cannot_be_retrofitted(config: dict[str, Any], options: dict[str, Any], match: str) -> None:
-    theirs = LlamaForCausalLM(LlamaConfig(**SIZES | config))
-    with pytest.raises(SpecError, match=match):
-        retrofit(theirs, **options)
-
-
-def test_only_llama_is_retrofitted(model: MtaForCausalLM) -> None:
-    for other in (model, llama().model):  # the latter has no output layer
-        with pytest.raises(
-            SpecError, match=f"model: got '{type(other).__name__}'; only Llama's attention is supported"
-        ):
-            retrofit(other)
 
 
 # Padding and packed documents: each document alone is what is expected.
@@ -456,6 +348,47 @@ def test_a_prompt_in_chunks(padded: bool, model: MtaForCausalLM) -> None:
     assert torch.equal(generate(model, x, prefill_chunk_size=5, **more), generate(model, x, **more))
 
 
+STATIC = {"cache_implementation": "static"}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_generation_with_a_static_cache(model: MtaForCausalLM, way: dict[str, Any], padded: bool) -> None:
+    x, way = tokens(3, 12), way | ({"attention_mask": LEFT} if padded else {})
+    assert torch.equal(generate(model, x, **way, **STATIC), generate(model, x, **way))
+
+
+def test_one_compiled_step_serves_all_lengths() -> None:
+    torch._dynamo.reset()
+    model, x, graphs = made(STAGES | {"num_hidden_layers": 1}), tokens(3, 12), []
+    options = {"backend": lambda graph, _: graphs.append(graph) or graph, "fullgraph": True, "mode": None}
+    config = CompileConfig(**options)
+    config._compile_all_devices = True  # a CPU, too
+    for way in ({}, {"attention_mask": LEFT}):
+        out = generate(model, x, **way, **STATIC, compile_config=config, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, generate(model, x, **way))
+        assert cache_of(out).get_seq_length() == 21
+        assert len(graphs) == 1
+    generate(model, x, compile_config=config)  # the default cache grows, so nothing is compiled
+    assert len(graphs) == 1
+
+
+def test_room_of_a_static_cache(model: MtaForCausalLM) -> None:
+    with pytest.raises(InputError, match=r"max_len: got None; .*room from the start; legal: max_len"):
+        MtaCache(model.config, static=True)
+    x, past = tokens(2, 12), MtaCache(model.config, max_len=12, static=True)
+    with torch.no_grad():
+        model(x[:, :7], cache=past)
+        close(model(x[:, 7:], cache=past).logits, model(x).logits[:, 7:])
+        with pytest.raises(
+            InputError, match=r"tokens: got 13; must fit a static cache; legal: 1\.\.12, or static=False"
+        ):
+            model(x[:, :1], cache=past)
+        assert (past.get_seq_length(), past.layers[0].get_max_length()) == (12, 12)
+        past.reset()
+        close(model(x, cache=past).logits, model(x).logits)
+
+
 def test_generation_goes_on(model: MtaForCausalLM) -> None:
     """From a cache that an earlier call returned, of which another copy is kept."""
     x = tokens(2, 12)
@@ -533,6 +466,36 @@ def test_when_a_call_returns_a_cache(model: MtaForCausalLM) -> None:
 
 
 # What transformers does with models.
+
+
+@pytest.mark.parametrize("head", AUTOMATIC)
+def test_heads(head: str, tmp_path: Path) -> None:
+    """Read the decoder's outputs, of padded batches too, learn, and are saved with it."""
+    torch.manual_seed(0)
+    automatic, config = AUTOMATIC[head], MtaConfig(**SIZES | STAGES, pad_token_id=0, num_labels=3)
+    model, mask = automatic.from_config(config).eval(), LEFT.flip(1)
+    assert type(model).__name__ == f"MtaFor{head}"
+    randomise(model)
+    x = tokens(3, 12) * mask  # a text ends at its last token that is no padding
+    hidden = model.model(x, attention_mask=mask).last_hidden_state
+    out = model(x, attention_mask=mask)
+    if head == "SequenceClassification":
+        close(out.logits, model.score(hidden[torch.arange(3), mask.sum(1) - 1]))
+        labels = {"labels": torch.tensor([0, 2, 1])}
+    elif head == "TokenClassification":
+        close(out.logits, model.score(hidden))
+        labels = {"labels": x % 3}
+    else:
+        close(torch.stack([out.start_logits, out.end_logits], -1), model.qa_outputs(hidden))
+        labels = {"start_positions": torch.tensor([0, 1, 0]), "end_positions": torch.tensor([3, 4, 1])}
+    model(x, attention_mask=mask, **labels).loss.backward()
+    assert model.model.layers[0].self_attn.mta_kernel.grad.any()
+    model.save_pretrained(tmp_path)
+    assert torch.equal(automatic.from_pretrained(tmp_path)(x, attention_mask=mask)[0], out[0])
+    with pytest.raises(SpecError, match="attn_implementation: got 'sdpa'; only mtagen's kernels"):
+        automatic.from_pretrained(tmp_path, attn_implementation="sdpa")
+    with pytest.raises(InputError, match="output_attentions: got True; the kernels do not store"):
+        model(x, output_attentions=True)
 
 
 @every_model
@@ -826,7 +789,7 @@ def test_illegal_calls_with_a_cache(given: dict[str, Any], match: str, model: Mt
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"cache_implementation": "static"}, "cache_implementation: got 'static'"),
+        ({"cache_implementation": "quantized"}, "cache_implementation: got 'quantized'; .*legal: None or 'static'"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0]])}, "attention_mask: got 'padding on the right'"),
         (
             {"attention_mask": torch.tensor([[1, 1, 1, 1, 0]]), "use_cache": False},

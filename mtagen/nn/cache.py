@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import InputError, explain
 from ..ops.attention import AttentionOp
-from ..spec import as_int
+from ..spec import MAX_NEW_TOKENS, as_int
 
 _TENSORS = ("keys", "values", "queries", "lengths", "floors")  # fields with an entry for each sequence
 
@@ -56,6 +56,38 @@ class Cache:
     ragged: bool = False
     spare: int = 0
 
+    @classmethod
+    def for_op(
+        cls,
+        op: AttentionOp,
+        batch: int,
+        heads: int,
+        kv_heads: int,
+        max_len: int,
+        *,
+        spare: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Cache:
+        """Make an empty cache.
+
+        Args:
+            op: the layer's op.
+            batch: B, number of sequences.
+            heads: H, heads of queries.
+            kv_heads: Hkv, heads of keys and values.
+            max_len: upper limit of the tokens of a sequence.
+            spare: how many of the last tokens may be taken back.
+            device, dtype: of keys, values and queries; default PyTorch's.
+        """
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        spec = op.plan.spec
+        shape = batch, kv_heads, max_len, spec.head_dim
+        queries = torch.zeros(batch, heads, spec.context + spare, spec.head_dim, **made)
+        lengths = torch.zeros(batch, device=device, dtype=torch.int32)
+        keys, values = torch.zeros(shape, **made), torch.zeros(shape, **made)
+        return cls(keys, values, queries, lengths, torch.zeros_like(lengths), spare=spare)
+
     @property
     def max_len(self) -> int:
         """Upper limit of an entry's number of tokens."""
@@ -77,6 +109,47 @@ class Cache:
         positions = self.positions(k.shape[1])
         self.keys[entries, :, positions] = k
         self.values[entries, :, positions] = v
+
+    def compute(self, op: AttentionOp, weights: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Add the next tokens, and return their outputs ``(B, N, H, D)``.
+
+        A few tokens are decoded, from whole buffers and from lengths that the GPU reads, so that
+        all steps have the same shapes. More tokens go through the op's forward pass in one call if
+        the entries have equal lengths; the queries before them go with them, and their rows of
+        outputs are dropped. Entries of different lengths do not fit the tensors of one forward
+        pass, so they are decoded a few tokens at a time.
+
+        Args:
+            op: the op of the layer.
+            weights: the weights of the op's stages, the sink and the parameters, by name.
+            q: ``(B, N, H, D)``, after the rotary embedding.
+            k: ``(B, N, Hkv, D)``.
+            v: ``(B, N, Hkv, D)``.
+
+        Raises:
+            InputError: the cache has another dtype; it is unchanged.
+        """
+        count, context = q.shape[1], op.plan.spec.context
+        if q.dtype != self.keys.dtype:
+            rule = "must be the dtype of the queries and keys of this call"
+            raise InputError(explain("cache.keys.dtype", self.keys.dtype, rule, f"new_cache(..., dtype={q.dtype})"))
+        self.write(k, v)
+        held = torch.cat([self.queries, q.transpose(1, 2)], 2)
+        queries = held[:, :, self.spare :]
+        if count <= MAX_NEW_TOKENS or self.ragged:
+            parts: list[Any] = []
+            for first in range(0, count, MAX_NEW_TOKENS):
+                end = min(first + MAX_NEW_TOKENS, count)
+                tail = queries[:, :, first : end + context]
+                parts.append(op.decode(tail, self.keys, self.values, **weights, cache_seqlens=self.lengths + end))
+            out: Any = torch.cat(parts, 2)
+        else:
+            earlier = min(context, self.read_longest())
+            keys, values = (y[:, :, : self.read_longest() + count] for y in (self.keys, self.values))
+            out = op(queries[:, :, context - earlier :], keys, values, **weights)
+            out = out[:, :, earlier:]
+        self.advance(count, held[:, :, count:])
+        return out.transpose(1, 2)  # type: ignore[no-any-return]
 
     def advance(self, count: int, queries: Tensor) -> None:
         """Count the tokens that were written, and store the last queries ``(B, H, context + spare, D)``."""

@@ -189,7 +189,7 @@ class MultiTokenAttention(nn.Module):
             "dtype": None if compute_dtype is None else dtype_name("compute_dtype", compute_dtype),
             "dropout": dropout > 0,
         }
-        self.op = self._build(dtype)
+        self.op = build_for(dtype, self._build_options)
         self.context_parallel: ContextParallel | None = None
         if context_parallel is not None:
             if dropout > 0:
@@ -222,17 +222,6 @@ class MultiTokenAttention(nn.Module):
         self.stages = Stages(self)
         self.reset_stages()
         self.register_load_state_dict_pre_hook(_accept_head_kernel)  # type: ignore[no-untyped-call]
-
-    def _build(self, dtype: torch.dtype) -> AttentionOp:
-        """Build the op of a layer whose projections have this dtype.
-
-        If nothing is compiled, the op takes every dtype, so that the layer can be cast.
-        """
-        if self._build_options["dtype"] is None and dtype in (torch.bfloat16, torch.float16):
-            op = build(**self._build_options | {"dtype": dtype})
-            if op.plan.backend != "torch":
-                return op
-        return build(**self._build_options)
 
     def _score_parameters(self) -> list[Argument]:
         """Return the parameters of expressions that the layer holds.
@@ -341,9 +330,7 @@ class MultiTokenAttention(nn.Module):
                 f"torch.autocast, or a layer with compute_dtype={q.dtype}",
             )
             raise InputError(explain("dtype of queries", q.dtype, rule, legal))
-        if isinstance(cache, Cache):
-            out = self._attend_to_cache(q, k, v, cache)
-        elif cache is not None:
+        if cache is not None:
             out = cache.compute(self.op, self.stages(), q, k, v)
         elif self.context_parallel is not None:
             out = self._attend_over_ranks(self.context_parallel, q, k, v, cu_seqlens, max_seqlen, length)
@@ -411,40 +398,6 @@ class MultiTokenAttention(nn.Module):
         out = spread.varlen(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, **options)
         return out  # type: ignore[no-any-return]
 
-    def _attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
-        """Compute outputs ``(B, N, H, D)`` of the next tokens of each entry, and add the tokens to
-        the cache.
-
-        A few tokens are decoded, from whole buffers and from lengths that the GPU reads, so that
-        all steps have the same shapes. More tokens go through the op's forward pass in one call if
-        the entries have equal lengths; the queries before them go with them, and their rows of
-        outputs are dropped. Entries of different lengths do not fit the tensors of one forward
-        pass, so they are decoded a few tokens at a time.
-        """
-        count, context = q.shape[1], self.op.plan.spec.context
-        if q.dtype != cache.keys.dtype:
-            rule = "must be the dtype of the queries and keys of this call"
-            raise InputError(explain("cache.keys.dtype", cache.keys.dtype, rule, f"new_cache(..., dtype={q.dtype})"))
-        cache.write(k, v)
-        held = torch.cat([cache.queries, q.transpose(1, 2)], 2)
-        queries, weights = held[:, :, cache.spare :], self.stages()
-        if count <= MAX_NEW_TOKENS or cache.ragged:
-            parts: list[Any] = []
-            for first in range(0, count, MAX_NEW_TOKENS):
-                end = min(first + MAX_NEW_TOKENS, count)
-                tail = queries[:, :, first : end + context]
-                parts.append(
-                    self.op.decode(tail, cache.keys, cache.values, **weights, cache_seqlens=cache.lengths + end)
-                )
-            out: Any = torch.cat(parts, 2)
-        else:
-            earlier = min(context, cache.read_longest())
-            keys, values = (y[:, :, : cache.read_longest() + count] for y in (cache.keys, cache.values))
-            out = self.op(queries[:, :, context - earlier :], keys, values, **weights)
-            out = out[:, :, earlier:]
-        cache.advance(count, held[:, :, count:])
-        return out.transpose(1, 2)  # type: ignore[no-any-return]
-
     def new_cache(
         self,
         batch: int,
@@ -495,12 +448,8 @@ class MultiTokenAttention(nn.Module):
         device = keys.device if device is None else torch.device(device)
         if dtype is None:
             dtype = autocast_dtype(device.type) or keys.dtype
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        shape = batch, self.n_local_kv_heads, max_len, self.head_dim
-        queries = torch.zeros(batch, self.n_local_heads, spec.context + extra, self.head_dim, **made)
-        lengths = torch.zeros(batch, device=device, dtype=torch.int32)
-        keys, values = torch.zeros(shape, **made), torch.zeros(shape, **made)
-        return Cache(keys, values, queries, lengths, torch.zeros_like(lengths), spare=extra)
+        heads = self.n_local_heads, self.n_local_kv_heads
+        return Cache.for_op(self.op, batch, *heads, max_len, spare=extra, device=device, dtype=dtype)
 
     def _check_cache(
         self, x: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, cache: Cache | EngineCache
@@ -583,7 +532,23 @@ class MultiTokenAttention(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the state and build the op again."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.op = self._build(self._projected().dtype)
+        self.op = build_for(self._projected().dtype, self._build_options)
+
+
+def build_for(dtype: torch.dtype, options: Mapping[str, Any]) -> AttentionOp:
+    """Build the op of a layer whose projections have this dtype.
+
+    If nothing is compiled, the op takes every dtype, so that the layer can be cast.
+
+    Args:
+        dtype: dtype of the projections.
+        options: arguments of :func:`mtagen.build`; a ``dtype`` other than None takes precedence.
+    """
+    if options["dtype"] is None and dtype in (torch.bfloat16, torch.float16):
+        op = build(**{**options, "dtype": dtype})
+        if op.plan.backend != "torch":
+            return op
+    return build(**options)
 
 
 def _accept_head_kernel(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

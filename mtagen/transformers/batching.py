@@ -116,8 +116,10 @@ class PagedLayer(EngineCache):
         out: Tensor = attention(x, positions=positions, cache=self)
         return out
 
-    def compute(self, op: AttentionOp, weights: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute outputs; see :class:`EngineCache`."""
+    def compute(
+        self, op: AttentionOp, weights: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor, padding: None = None
+    ) -> Tensor:
+        """Compute outputs; see :class:`EngineCache`. Requests have no padding."""
         out = self._cache.attend(self._number, op, weights, q[0], k[0], v[0])
         return out.unsqueeze(0)
 

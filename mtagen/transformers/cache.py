@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +16,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from ..errors import InputError, explain
 from ..nn import Cache as LayerCache
 from ..nn import MultiTokenAttention
-from .configuration import CACHE_NAMES, MtaConfig
+from ..ops.attention import AttentionOp
+from .configuration import CACHE_NAMES
 
 SPARE = 32  # tokens before the last crop that can be taken back, too
 # The argument's name under which the installed transformers passes a cache.
@@ -45,22 +47,23 @@ class MtaCacheLayer(CacheLayerMixin):
 
     Args:
         max_len: initial room for tokens of each entry; default the tokens of the first call.
+        static: whether the room stays, so that one compiled step serves all lengths. The number of
+            tokens is then counted on their device.
 
     Attributes:
         state: the layer's cache, or None before the first call.
-        token_count: number of tokens of each entry, padding included, as ``generate`` counts them.
         record_past: whether tokens can be taken back.
+        is_compileable: whether it is static.
     """
 
-    is_compileable = False
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, max_len: int | None = None) -> None:
+    def __init__(self, max_len: int | None = None, static: bool = False) -> None:
         super().__init__()
-        self.max_len = max_len
+        self.max_len, self.is_compileable = max_len, static
         self.state: LayerCache | None = None
-        self.token_count = 0
+        self._count: int | Tensor = 0
         self.record_past = False
         self._since_crop = 0  # tokens
 
@@ -81,16 +84,68 @@ class MtaCacheLayer(CacheLayerMixin):
         Returns:
             ``(B, N, dim)``, zeros in the place of padding.
         """
-        batch, count, _ = x.shape
-        state = self._with_room(attention, x, self.token_count + count)
+        at = positions if positions is None or padding is None else positions.expand(x.shape[:2])
+
+        def attend(entries: slice, first: int, state: LayerCache) -> Tensor:
+            positions = None if at is None else at[entries, first:]
+            out: Tensor = attention(x[entries, first:], positions=positions, cache=state)
+            return out
+
+        return self._add(partial(attention.new_cache, like=x), attend, x, padding)
+
+    def compute(
+        self,
+        op: AttentionOp,
+        weights: Mapping[str, Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        padding: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Add the next tokens, and return their outputs ``(B, N, H, D)``.
+
+        Args:
+            op: the op of the layer.
+            weights: arguments of the op by name.
+            q: ``(B, N, H, D)``, after the rotary embedding.
+            k: ``(B, N, Hkv, D)``.
+            v: ``(B, N, Hkv, D)``.
+            padding: as in :meth:`attend`.
+        """
+
+        def attend(entries: slice, first: int, state: LayerCache) -> Tensor:
+            return state.compute(op, weights, *(x[entries, first:] for x in (q, k, v)))
+
+        def new_cache(batch: int, max_len: int) -> LayerCache:
+            heads = q.shape[2], k.shape[2]
+            return LayerCache.for_op(op, batch, *heads, max_len, device=k.device, dtype=k.dtype)
+
+        return self._add(new_cache, attend, q, padding)
+
+    def _add(
+        self,
+        new_cache: Callable[[int, int], LayerCache],
+        attend: Callable[[slice, int, LayerCache], Tensor],
+        x: Tensor,
+        padding: Sequence[int] | None,
+    ) -> Tensor:
+        """Attend from the next tokens, and add them to the cache.
+
+        Args:
+            new_cache: makes a cache of a number of entries and of tokens.
+            attend: returns the outputs of some entries from their first token on, and adds the tokens to a cache.
+            x: ``(B, N, ...)``, in the shape of the outputs.
+            padding: as in :meth:`attend`.
+        """
+        batch, count = x.shape[:2]
+        compiled = self.is_compileable and torch.compiler.is_compiling()
+        state = self.state if compiled and self.state is not None else self._with_room(new_cache, batch, count)
         if self.record_past:
             self._since_crop += count
             state = state.with_spare(max(SPARE, self._since_crop))
         if padding is None:
-            out: Tensor = attention(x, positions=positions, cache=state)
+            out = attend(slice(None), 0, state)
         else:
-            if positions is not None:
-                positions = positions.expand(batch, -1)
             outs, states = [], []
             for entry, before in enumerate(padding):
                 row = slice(entry, entry + 1)
@@ -99,18 +154,35 @@ class MtaCacheLayer(CacheLayerMixin):
                 if before == count:
                     outs.append(torch.zeros_like(x[row]))
                     continue
-                at = None if positions is None else positions[row, before:]
-                outs.append(F.pad(attention(x[row, before:], positions=at, cache=entry_state), (0, 0, before, 0)))
+                outs.append(F.pad(attend(row, before, entry_state), (0, 0) * (x.ndim - 2) + (before, 0)))
             out, state = torch.cat(outs), LayerCache.cat(states)
-        self.state, self.token_count, self.is_initialized = state, self.token_count + count, True
+        self._count += count
+        if self.is_compileable and not compiled:
+            state.longest = None  # as in compiled steps, which would else be compiled twice
+            self._count = torch.as_tensor(self._count, device=x.device)
+            for held in (state.keys, state.values, state.queries, state.lengths, state.floors, self._count):
+                torch._dynamo.mark_static_address(held)
+        self.state, self.is_initialized = state, True
         return out
 
-    def _with_room(self, attention: MultiTokenAttention, x: Tensor, tokens: int) -> LayerCache:
-        """Return the state with room for ``tokens`` tokens, of which x are the last: new in the first
-        call, doubled when full.
+    @property
+    def token_count(self) -> int:
+        """Number of tokens of each entry, padding included, as ``generate`` counts them."""
+        return int(self._count)
+
+    def _with_room(self, new_cache: Callable[[int, int], LayerCache], batch: int, count: int) -> LayerCache:
+        """Return the state with room for ``count`` more tokens: new in the first call, doubled when
+        full.
+
+        Raises:
+            InputError: it is full and static.
         """
+        tokens = self.token_count + count
+        if self.is_compileable and tokens > (self.max_len or 0):
+            rule = "must fit a static cache"
+            raise InputError(explain("tokens", tokens, rule, f"1..{self.max_len}, or static=False"))
         if self.state is None:
-            return attention.new_cache(len(x), max(tokens, self.max_len or 0), like=x)
+            return new_cache(batch, max(tokens, self.max_len or 0))
         more = max(tokens, 2 * self.state.max_len) - self.state.max_len
         if tokens <= self.state.max_len:
             return self.state
@@ -118,8 +190,15 @@ class MtaCacheLayer(CacheLayerMixin):
         return replace(self.state, keys=keys, values=values)
 
     def _select(self, entries: Tensor) -> None:
-        if self.state is not None:
-            self.state = self.state.select(entries.to(self.state.lengths.device))
+        if self.state is None:
+            return
+        chosen = self.state.select(entries.to(self.state.lengths.device))
+        if self.is_compileable and len(entries) == len(self.state.lengths):  # compiled steps know the addresses
+            held: dict[str, Any] = {name: x for name, x in vars(self.state).items() if isinstance(x, Tensor)}
+            for name, x in held.items():
+                x.copy_(getattr(chosen, name))
+            chosen = replace(chosen, **held)
+        self.state = chosen
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace the entries by those of the chosen beams."""
@@ -136,7 +215,7 @@ class MtaCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.state, self.token_count, self.is_initialized = None, 0, False
+        self.state, self._count, self.is_initialized = None, 0, False
         self.record_past, self._since_crop = False, 0
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -149,11 +228,13 @@ class MtaCacheLayer(CacheLayerMixin):
         Raises:
             InputError: the queries before them, which a convolution then needs, are not held.
         """
-        count = max(0, self.token_count - tokens_to_remove) if tokens_to_remove > 0 else -tokens_to_remove
+        given = int(tokens_to_remove)  # some versions of transformers pass a tensor
+        count = max(0, self.token_count - given) if given > 0 else -given
         if self.state is not None and self.record_past:
             self.state.remove(count)
             self.state = self.state.with_spare(SPARE)
-            self.token_count, self._since_crop = self.token_count - count, 0
+            self._count -= count
+            self._since_crop = 0
         elif count:
             rule = "the cache holds no queries for taking back tokens"
             legal = "0; or call activate_past_recording() before the tokens are processed; or reset()"
@@ -168,8 +249,8 @@ class MtaCacheLayer(CacheLayerMixin):
         return self.token_count
 
     def get_max_length(self) -> int:
-        """Return -1, because the cache grows without limit."""
-        return -1
+        """Return the room for tokens of each entry if the cache is static, else -1, because it grows without limit."""
+        return self.max_len if self.is_compileable and self.max_len is not None else -1
 
     get_max_cache_shape = get_max_length  # the name in earlier versions of transformers 5
 
@@ -207,16 +288,23 @@ def _refuse_update() -> NoReturn:
 class MtaCache(Cache):
     """The cache of an mtagen model, for ``generate`` and for calls with ``cache``.
 
-    The cache grows as needed, holds entries with different amounts of left padding, and can be
+    The cache grows as needed unless it is static, holds entries with different amounts of left padding, and can be
     reordered for beam search. After ``activate_past_recording`` the last tokens can be taken back
     (``crop``), as generation with an assistant does: a convolution needs the queries before them.
 
     Args:
         config: the model's configuration.
         max_len: initial room for tokens of each entry; default the tokens of the first call.
+        static: whether there is never more room, so that one compiled step serves all lengths, and
+            ``generate`` compiles its steps on a GPU. Compiled steps do not check that there is room.
+
+    Raises:
+        InputError: ``static`` is given without ``max_len``.
     """
 
     layers: list[MtaCacheLayer]
 
-    def __init__(self, config: MtaConfig, max_len: int | None = None) -> None:
-        super().__init__(layers=[MtaCacheLayer(max_len) for _ in range(config.num_hidden_layers)])
+    def __init__(self, config: Any, max_len: int | None = None, *, static: bool = False) -> None:
+        if static and max_len is None:
+            raise InputError(explain("max_len", max_len, "a static cache needs room from the start", "max_len=..."))
+        super().__init__(layers=[MtaCacheLayer(max_len, static) for _ in range(config.num_hidden_layers)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -228,10 +228,8 @@ class MtaConfig(PreTrainedConfig):
         self.causal = causal
         self.mask = mask
         self.backend = backend
-        # Stored as a name, because JSON has no dtypes.
-        named = isinstance(compute_dtype, torch.dtype)
-        self.compute_dtype = str(compute_dtype).removeprefix("torch.") if named else compute_dtype
-        self.layer_overrides = _checked_overrides(layer_overrides, num_hidden_layers)
+        self.compute_dtype = stored_dtype(compute_dtype)
+        self.layer_overrides = checked_overrides(layer_overrides, num_hidden_layers, LAYER_OPTIONS)
         self.pad_token_id = pad_token_id
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
@@ -289,8 +287,20 @@ def _frequency_scaling(fields: Mapping[str, float] | None) -> FrequencyScaling |
     return FrequencyScaling(**fields)  # type: ignore[arg-type]  # it checks them
 
 
-def _checked_overrides(overrides: Mapping[Any, Mapping[str, Any]] | None, layers: int) -> dict[str, dict[str, Any]]:
+def stored_dtype(dtype: DTypeLike | None) -> str | None:
+    """Return a dtype's name, because JSON has no dtypes."""
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+
+
+def checked_overrides(
+    overrides: Mapping[Any, Mapping[str, Any]] | None, layers: int, names: Sequence[str]
+) -> dict[str, dict[str, Any]]:
     """Return the overrides with layers' numbers as strings, as JSON has them.
+
+    Args:
+        overrides: options by the layer's number.
+        layers: number of layers.
+        names: options that a layer may override.
 
     Raises:
         SpecError: a layer or an option does not exist.
@@ -304,7 +314,7 @@ def _checked_overrides(overrides: Mapping[Any, Mapping[str, Any]] | None, layers
         if not (layer.isdecimal() and int(layer) < layers):
             raise SpecError(explain("layer_overrides", layer, "the model has no such layer", f"0..{layers - 1}"))
         for name in options:
-            if name not in LAYER_OPTIONS:
+            if name not in names:
                 rule = f"layer {layer} cannot override this option"
-                raise SpecError(explain("layer_overrides", name, rule, LAYER_OPTIONS))
+                raise SpecError(explain("layer_overrides", name, rule, tuple(names)))
     return checked

@@ -6,9 +6,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.generation.utils import GenerationMode
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.utils import can_return_tuple
@@ -16,10 +20,11 @@ from transformers.utils import can_return_tuple
 from ..errors import InputError, SpecError, explain
 from ..nn import MultiTokenAttention
 from ..nn.parts import Gate, HeadMixer, HeadNorm
-from .batching import IMPLEMENTATION, PagedCache, PagedLayer, check_batching, is_paged
-from .cache import CACHE_NAME, MtaCache, MtaCacheLayer, given_cache
+from .batching import PagedLayer
+from .cache import CACHE_NAME, MtaCache, MtaCacheLayer
+from .calls import Batch, read_call
 from .configuration import CACHE_NAMES, MtaConfig
-from .padding import Packing, check_position_ids, count_padding, find_documents, given_documents
+from .features import OwnAttention, OwnGeneration, keep_loaded
 
 
 class MtaDecoderLayer(GradientCheckpointingLayer):
@@ -37,9 +42,8 @@ class MtaDecoderLayer(GradientCheckpointingLayer):
         self,
         hidden_states: Tensor,
         position_ids: Tensor | None = None,
-        packing: Packing | None = None,
+        batch: Batch | None = None,
         cache: MtaCacheLayer | PagedLayer | None = None,
-        padding: list[int] | None = None,
     ) -> Tensor:
         """Compute the next hidden states, in the shape of ``hidden_states``, ``(B, N,
         hidden_size)``.
@@ -47,15 +51,15 @@ class MtaDecoderLayer(GradientCheckpointingLayer):
         Args:
             hidden_states: the vector of each token.
             position_ids: positions for the rotary embedding, or None to count.
-            packing: the documents of the batch, or None if each row is one document.
+            batch: the documents and the padding of the batch, or None if it has neither.
             cache: the cache of this layer, or None.
-            padding: with a cache, the amount of padding before the first token of each entry.
         """
+        batch = Batch() if batch is None else batch
         x = self.input_layernorm(hidden_states)
         if cache is not None:
-            x = cache.attend(self.self_attn, x, position_ids, padding)
-        elif packing is not None:
-            x = packing.attend(self.self_attn, x, position_ids)
+            x = cache.attend(self.self_attn, x, position_ids, batch.padding)
+        elif batch.packing is not None:
+            x = batch.packing.attend(self.self_attn, x, position_ids)
         else:
             x = self.self_attn(x, positions=position_ids)
         x = hidden_states + x
@@ -63,7 +67,7 @@ class MtaDecoderLayer(GradientCheckpointingLayer):
         return out
 
 
-class MtaPreTrainedModel(PreTrainedModel):
+class MtaPreTrainedModel(OwnAttention, PreTrainedModel):
     """The base class of mtagen's models in transformers: configuration, initial values, features."""
 
     config_class = MtaConfig
@@ -73,31 +77,6 @@ class MtaPreTrainedModel(PreTrainedModel):
     _no_split_modules: ClassVar[list[str]] = ["MtaDecoderLayer"]
     _skip_keys_device_placement: ClassVar[list[str]] = [*CACHE_NAMES]
 
-    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        """Refuse attention that is not mtagen's, before transformers advises to ask its authors for it.
-
-        Raises:
-            SpecError: another implementation than ``eager``, which is transformers' word for the model's own.
-        """
-        if attn_implementation not in (None, "eager"):
-            rule = "only mtagen's kernels can compute this model's attention"
-            legal = "no attn_implementation; backend=... of the configuration says which kernels"
-            raise SpecError(explain("attn_implementation", attn_implementation, rule, legal))
-        adjusted: str = super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
-        return adjusted
-
-    def set_attn_implementation(self, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Accept transformers' word for attention from pages, which continuous batching sets, and ``eager``.
-
-        Raises:
-            SpecError: another implementation, as when the model is made.
-        """
-        implementations = {"paged|eager": IMPLEMENTATION, "eager": "eager"}
-        if isinstance(attn_implementation, str) and attn_implementation in implementations:
-            self.config._attn_implementation_internal = implementations[attn_implementation]
-        else:
-            super().set_attn_implementation(attn_implementation, *args, **kwargs)
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise matrices like transformers does, and stages as the identity; keep loaded
@@ -105,19 +84,13 @@ class MtaPreTrainedModel(PreTrainedModel):
         """
         super()._init_weights(module)
         if isinstance(module, (MultiTokenAttention, Gate, HeadMixer, HeadNorm)):
-            loaded = [
-                (parameter, parameter.clone())
-                for parameter in module.parameters(recurse=False)
-                if getattr(parameter, "_is_hf_initialized", False)
-            ]
-            if isinstance(module, MultiTokenAttention):
-                module.reset_stages()
-            else:
-                module.reset_parameters()
-            if isinstance(module, Gate):
-                nn.init.normal_(module.weight, std=self.config.initializer_range)
-            for parameter, value in loaded:
-                parameter.copy_(value)
+            with keep_loaded(module):
+                if isinstance(module, MultiTokenAttention):
+                    module.reset_stages()
+                else:
+                    module.reset_parameters()
+                if isinstance(module, Gate):
+                    nn.init.normal_(module.weight, std=self.config.initializer_range)
 
 
 class MtaModel(MtaPreTrainedModel):
@@ -203,54 +176,32 @@ class MtaModel(MtaPreTrainedModel):
             raise InputError(
                 explain("input_ids, inputs_embeds", got, "exactly one of them must give the tokens", "one of them")
             )
-        if output_attentions or (output_attentions is None and self.config.output_attentions):
-            rule = "the kernels do not store attention matrices"
-            raise InputError(explain("output_attentions", True, rule, False))
-        document_options = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_q": max_length_q, "max_length_k": max_length_k}
-        for name, value in document_options.items():
-            if value is not None and cu_seq_lens_q is None:
-                raise InputError(
-                    explain(name, value, "is for packed documents", "None, or together with cu_seq_lens_q")
-                )
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        (batch, count), device = hidden_states.shape[:2], hidden_states.device
-        check_position_ids(position_ids, (batch, count))
-        packing, padding, paged = None, None, None
-        if is_paged(cache):
-            boundaries = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
-            longest = {"max_length_q": max_length_q, "max_length_k": max_length_k}
-            paged, cache = PagedCache(cache, len(self.layers), count, {**boundaries, **longest, **kwargs}), None
-        elif (cache := given_cache(cache, past_key_values)) is None and not use_cache:
-            if cu_seq_lens_q is None:
-                packing = find_documents((batch, count), device, attention_mask, position_ids, seq_idx)
-            elif attention_mask is None:
-                packing = given_documents(cu_seq_lens_q, cu_seq_lens_k, max_length_q, batch * count)
-            else:
-                rule = "packed documents cannot have padding"
-                raise InputError(explain("attention_mask", "together with cu_seq_lens_q", rule, "one of them"))
-            can_cache = packing is None and not torch.is_grad_enabled() and not self.sees_later_keys
-            if use_cache is None and self.config.use_cache and can_cache:
-                cache = MtaCache(self.config)
-        else:
-            cache = MtaCache(self.config) if cache is None else cache
-            if seq_idx is not None or cu_seq_lens_q is not None:
-                rule = "packed documents cannot use a cache"
-                raise InputError(explain("cache", "together with packed documents", rule, "use_cache=False"))
-            first = cache.layers[0]
-            lengths = None if first.state is None else first.state.lengths
-            padding = count_padding((batch, count), device, attention_mask, position_ids, lengths, first.token_count)
-
+        arguments = {
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "cache": cache,
+            "past_key_values": past_key_values,
+            "use_cache": use_cache,
+            "output_attentions": output_attentions,
+            "seq_idx": seq_idx,
+            "cu_seq_lens_q": cu_seq_lens_q,
+            "cu_seq_lens_k": cu_seq_lens_k,
+            "max_length_q": max_length_q,
+            "max_length_k": max_length_k,
+            **kwargs,
+        }
+        can_cache = not self.sees_later_keys
+        batch, caches = read_call(self.config, hidden_states, arguments, can_cache=can_cache)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         states = [hidden_states]
-        caches = paged or cache
         for i, layer in enumerate(self.layers):
             hidden_states = layer(
                 hidden_states,
                 position_ids=position_ids,
-                packing=packing,
+                batch=batch,
                 cache=None if caches is None else caches.layers[i],
-                padding=padding,
             )
             if output_hidden_states:
                 states.append(hidden_states)
@@ -258,11 +209,11 @@ class MtaModel(MtaPreTrainedModel):
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
             hidden_states=(*states[:-1], hidden_states) if output_hidden_states else None,
-            **{CACHE_NAME: cache},
+            **{CACHE_NAME: caches},
         )
 
 
-class MtaForCausalLM(MtaPreTrainedModel, GenerationMixin):
+class MtaForCausalLM(OwnGeneration, MtaPreTrainedModel, GenerationMixin):
     """The decoder with an output layer: a language model.
 
     Args:
@@ -341,52 +292,14 @@ class MtaForCausalLM(MtaPreTrainedModel, GenerationMixin):
             **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
         )
 
-    def init_continuous_batching(
-        self, generation_config: GenerationConfig | None = None, continuous_batching_config: Any = None, **kwargs: Any
-    ) -> Any:
-        """Make transformers' manager of continuous batching; ``generate_batch`` calls it.
 
-        Args:
-            generation_config: as in transformers.
-            continuous_batching_config: as in transformers, without ``cpu_offload_space``.
-            **kwargs: as in transformers.
+class MtaForSequenceClassification(GenericForSequenceClassification, MtaPreTrainedModel):
+    """The decoder with a linear layer on the last token that is no padding: a classifier of texts."""
 
-        Raises:
-            InputError: the configuration moves requests to the CPU.
-        """
-        check_batching(continuous_batching_config)
-        options = {"generation_config": generation_config, "continuous_batching_config": continuous_batching_config}
-        return super().init_continuous_batching(**options, **kwargs)
 
-    def _prepare_cache_for_generation(
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: GenerationMode,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
-        """Give ``generate`` a cache with queries that has room for all tokens.
+class MtaForTokenClassification(GenericForTokenClassification, MtaPreTrainedModel):
+    """The decoder with a linear layer on each token: a classifier of tokens."""
 
-        Raises:
-            InputError: another cache is asked for, a prompt ends in padding, or an assistant is to
-                continue a filled cache.
-        """
-        mask = model_kwargs.get("attention_mask")
-        if mask is not None and not mask[:, -1].all():
-            rule = "generated tokens would follow padding"
-            raise InputError(explain("attention_mask", "padding on the right", rule, "padding on the left"))
-        if generation_config.cache_implementation is not None:
-            got, rule = generation_config.cache_implementation, "the convolutions need a cache that holds queries, too"
-            raise InputError(explain("cache_implementation", got, rule, "None"))
-        if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
-            model_kwargs[CACHE_NAME] = MtaCache(self.config, max_cache_length)
-        held = model_kwargs.get(CACHE_NAME)
-        takes_back = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
-        if takes_back and isinstance(held, MtaCache):
-            tokens = held.get_seq_length()
-            if tokens and generation_mode == GenerationMode.ASSISTED_GENERATION:
-                rule = "generation with an assistant would process the cached tokens again"
-                raise InputError(explain("cache", f"{tokens} tokens", rule, "an empty cache, or none"))
-            for layer in held.layers:
-                layer.activate_past_recording()
+
+class MtaForQuestionAnswering(GenericForQuestionAnswering, MtaPreTrainedModel):
+    """The decoder with a linear layer on each token: logits of where an answer begins and ends."""

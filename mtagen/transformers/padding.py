@@ -7,13 +7,16 @@ back into their places.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError, explain
 from ..nn import MultiTokenAttention
+from ..ops.attention import AttentionOp
 from ..ops.checks import check_boundaries
 
 
@@ -44,17 +47,38 @@ class Packing:
         Returns:
             ``(B, N, dim)``, zeros in the place of padding.
         """
-        tokens = None if self.tokens is None else self.tokens.to(x.device)  # layers may be on several devices
-        cu_seqlens = self.cu_seqlens.to(x.device)
+        at = None if positions is None else self.pack(positions.expand(x.shape[:2]))
+        boundaries = {"cu_seqlens": self.cu_seqlens.to(x.device), "max_seqlen": self.max_seqlen}
+        return self.unpack(attention(self.pack(x), positions=at, **boundaries), x.shape[:2])
+
+    def compute(self, op: AttentionOp, options: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Compute outputs ``(B, N, H, D)`` within each document, zeros in the place of padding.
+
+        Args:
+            op: the op of the layer.
+            options: the weights of the op's stages and other arguments by name.
+            q: ``(B, N, H, D)``.
+            k: ``(B, N, Hkv, D)``.
+            v: ``(B, N, Hkv, D)``.
+        """
+        cu_seqlens = self.cu_seqlens.to(q.device)
+        given: dict[str, Any] = {"cu_seq_q": cu_seqlens, "cu_seq_k": cu_seqlens, **options}
+        q_rows, k_rows, v_rows = (self.pack(x) for x in (q, k, v))
+        out: Any = op.varlen(q_rows, k_rows, v_rows, max_q=self.max_seqlen, max_k=self.max_seqlen, **given)
+        return self.unpack(out, q.shape[:2])
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Return the rows ``(total, ...)`` of the tokens of ``x``, ``(B, N, ...)``."""
         rows = x.flatten(0, 1)
-        at = None if positions is None else positions.expand(x.shape[:2]).flatten()
-        if tokens is not None:
-            rows = rows[tokens]
-            at = None if at is None else at[tokens]
-        out: Tensor = attention(rows, positions=at, cu_seqlens=cu_seqlens, max_seqlen=self.max_seqlen)
-        if tokens is not None:
-            out = out.new_zeros(x.shape[0] * x.shape[1], x.shape[2]).index_copy(0, tokens, out)
-        return out.view(x.shape)
+        return rows if self.tokens is None else rows[self.tokens.to(x.device)]  # layers may be on several devices
+
+    def unpack(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
+        """Put the rows of tokens back into their places in a batch of ``shape``, ``(B, N)``, with zeros elsewhere."""
+        batch, count = shape
+        if self.tokens is not None:
+            places = self.tokens.to(rows.device)
+            rows = rows.new_zeros(batch * count, *rows.shape[1:]).index_copy(0, places, rows)
+        return rows.view(batch, count, *rows.shape[1:])
 
 
 def find_documents(

@@ -1,11 +1,11 @@
-"""The decoder for transformers: options of single layers, a retrofit, and how long documents are said to be."""
+"""The decoder for transformers: options of single layers, and how long documents are said to be."""
 
 from __future__ import annotations
 
 from ..mutant import Mutant
 
 MODELING, PADDING = "mtagen/transformers/modeling.py", "mtagen/transformers/padding.py"
-RETROFIT, CONFIGURATION = "mtagen/transformers/retrofit.py", "mtagen/transformers/configuration.py"
+CONFIGURATION = "mtagen/transformers/configuration.py"
 OPTIONS = "tests/test_decoder_options.py"
 
 MUTANTS = (
@@ -28,50 +28,10 @@ MUTANTS = (
     Mutant(
         "decoder-caches-what-later-keys-change",
         MODELING,
-        "and not self.sees_later_keys",
-        "",
+        "not self.sees_later_keys",
+        "True",
         "A call returns a cache whose keys and values later tokens would change.",
         (f"{OPTIONS}::test_a_layer_that_sees_later_keys_is_enough",),
-    ),
-    Mutant(
-        "retrofit-shares-how-to-generate",
-        RETROFIT,
-        "copy.deepcopy(model.generation_config)",
-        "model.generation_config",
-        "What is set for the copy is set for the model, too.",
-        (f"{OPTIONS}::test_a_retrofit_shares_nothing_with_the_model",),
-    ),
-    Mutant(
-        "retrofit-with-another-epsilon",
-        RETROFIT,
-        "rms_norm_eps=theirs.rms_norm_eps,",
-        "",
-        "Norms divide by other roots than the model's.",
-        (f"{OPTIONS}::test_a_retrofit_keeps_the_configuration",),
-    ),
-    Mutant(
-        "retrofit-without-an-end",
-        RETROFIT,
-        "eos_token_id=theirs.eos_token_id,",
-        "",
-        "A configuration that is saved no longer says where texts end.",
-        (f"{OPTIONS}::test_a_retrofit_keeps_the_configuration",),
-    ),
-    Mutant(
-        "retrofit-that-always-caches",
-        RETROFIT,
-        "use_cache=theirs.use_cache,",
-        "",
-        "Calls return caches though the model's do not.",
-        (f"{OPTIONS}::test_a_retrofit_keeps_the_configuration",),
-    ),
-    Mutant(
-        "retrofit-with-windows",
-        RETROFIT,
-        '"frequency_scaling", "window")',
-        '"frequency_scaling")',
-        "A layer of a retrofit sees fewer keys than the model's.",
-        (f"{OPTIONS}::test_no_layer_of_a_retrofit_computes_something_else",),
     ),
     Mutant(
         "padding-longest-stated-document-ignored",
@@ -92,8 +52,8 @@ MUTANTS = (
     Mutant(
         "padding-layers-told-no-longest-document",
         PADDING,
-        "positions=at, cu_seqlens=cu_seqlens, max_seqlen=self.max_seqlen",
-        "positions=at, cu_seqlens=cu_seqlens",
+        '"max_seqlen": self.max_seqlen}',
+        "}",
         "The same, in any case.",
         (f"{OPTIONS}::test_stated_documents",),
     ),

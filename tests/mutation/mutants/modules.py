@@ -83,7 +83,7 @@ MUTANTS = (
     Mutant(
         "layer-unpickled-for-the-default-dtype",
         LAYER,
-        "self.op = self._build(self._projected().dtype)",
+        "self.op = build_for(self._projected().dtype, self._build_options)",
         "self.op = build(**self._build_options)",
         "A layer in fp16 that comes from a machine without a GPU gets kernels for bf16.",
         (PICKLED,),

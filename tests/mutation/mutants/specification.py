@@ -49,9 +49,9 @@ MUTANTS = (
     ),
     Mutant(
         "model-ignores-where-keys-documents-begin",
-        "mtagen/transformers/modeling.py",
-        "if value is not None and cu_seq_lens_q is None:",
-        "if value is False:",
+        "mtagen/transformers/calls.py",
+        'if given(name) is not None and given("cu_seq_lens_q") is None:',
+        "if given(name) is False:",
         "Documents that are named by their keys alone see each other.",
         ("tests/test_transformers.py::test_illegal_calls",),
     ),
