@@ -229,6 +229,7 @@ class MtaModel(MtaPreTrainedModel):
                 rule = "packed documents cannot have padding"
                 raise InputError(explain("attention_mask", "together with cu_seq_lens_q", rule, "one of them"))
             can_cache = packing is None and not torch.is_grad_enabled() and not self.sees_later_keys
+            can_cache = can_cache and not torch.compiler.is_exporting()  # programs return tensors only
             if use_cache is None and self.config.use_cache and can_cache:
                 cache = MtaCache(self.config)
         else:
