@@ -1,8 +1,8 @@
 """Multi-token attention in torchtitan's models, by an override that its trainer takes by name.
 
-The trainer's option ``--override.imports 'mtagen.torchtitan.multi_token_attention={"kernel": [6, 11]}'`` adds the stages
-to every layer whose attention is torchtitan's ``GQAttention``. This module needs torchtitan, and nothing else of mtagen
-imports it.
+The trainer's option ``--override.imports 'mtagen.torchtitan.multi_token_attention={"kernel": [6, 11]}'`` adds the
+stages to every layer whose attention is torchtitan's ``GQAttention``. This module needs torchtitan, and nothing else of
+mtagen imports it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .errors import InputError, explain
@@ -30,8 +29,8 @@ from .op import build
 class InnerAttention(Module):
     """The attention of a layer between its projections, with stages that start as the identity.
 
-    Parameters have the names of the op's arguments, such as ``weight`` and ``post_head_weight``, in fp32 or the dtype to
-    which a policy of mixed precision casts them.
+    Parameters have the names of the op's arguments, such as ``weight`` and ``post_head_weight``, in fp32 or the dtype
+    to which a policy of mixed precision casts them.
 
     Args:
         config: the heads and the stages.
@@ -61,8 +60,7 @@ class InnerAttention(Module):
         self.n_heads = config.n_heads
         self.op = build(head_dim=config.head_dim, window=config.window_size, causal=False, **config.stages)
         for name, weight in self.op.identity_weights(config.n_heads).items():
-            self.register_parameter(name, nn.Parameter(torch.empty_like(weight)))
-        self.reset_parameters()
+            self.register_parameter(name, nn.Parameter(weight))
 
     def reset_parameters(self) -> None:
         """Set the stages to the identity."""
@@ -105,7 +103,9 @@ class InnerAttention(Module):
             return out.transpose(1, 2)  # type: ignore[no-any-return]
         if not isinstance(attention_masks, VarlenMetadata):
             rule = "must tell where documents begin"
-            raise InputError(explain("attention_masks", type(attention_masks).__name__, rule, "VarlenMetadata, or None"))
+            raise InputError(
+                explain("attention_masks", type(attention_masks).__name__, rule, "VarlenMetadata, or None")
+            )
         boundaries = dict(zip(("cu_seq_q", "cu_seq_k", "max_q", "max_k"), attention_masks, strict=False))
         out = self.op.varlen(*(x.flatten(0, 1) for x in (q, k, v)), **boundaries, **options)
         return out.view(q.shape)  # type: ignore[no-any-return]
@@ -122,5 +122,7 @@ def multi_token_attention(config: GQAttention.Config, **stages: Any) -> GQAttent
     """
     head_dim = config.dim // config.n_heads if config.head_dim is None else config.head_dim
     stages = {name: tuple(x) if isinstance(x, list) else x for name, x in ({"kernel": None} | stages).items()}
-    inner = derive(config.inner_attention, InnerAttention.Config, n_heads=config.n_heads, head_dim=head_dim, stages=stages)
+    inner = derive(
+        config.inner_attention, InnerAttention.Config, n_heads=config.n_heads, head_dim=head_dim, stages=stages
+    )
     return derive(config, GQAttention.Config, inner_attention=inner)

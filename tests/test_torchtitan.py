@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,11 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
 from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.decoder_sharding import set_gqa_inner_attention_local_map
 from torchtitan.models.llama3.config_registry import llama3_debugmodel, llama3_debugmodel_varlen_attn
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 
-from mtagen import InputError, SpecError
+from mtagen import SpecError
 from mtagen.torchtitan import InnerAttention
 
 STAGES = {"kernel": [3, 5], "post_kernel": [2, 3], "post_mixed_heads": 4}
@@ -137,11 +139,7 @@ def test_compiled_and_sharded(plain: nn.Module, group: None) -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(SpecError, match="kernel: got"):
         config_of(llama3_debugmodel(), {"kernel": [0, 3]}).build()
-    inner = InnerAttention(InnerAttention.Config(n_heads=2, head_dim=16, stages={"kernel": (3, 5)}))
-    q = torch.randn(1, 9, 2, 16)
-    with pytest.raises(InputError, match="out_transform: got .*not supported"):
-        inner(q, q, q, out_transform=lambda out, lse: out)
-    with pytest.raises(InputError, match="attention_masks: got 'dict'; must tell where documents begin"):
-        inner(q, q, q, attention_masks={})
-    with pytest.raises(InputError, match="weight"):  # a part of the heads, as tensor parallelism would pass
-        inner(q[:, :, :1], q[:, :, :1], q[:, :, :1])
+    config = InnerAttention.Config(n_heads=2, head_dim=16, stages={"kernel": (3, 5)})
+    set_gqa_inner_attention_local_map(config)  # as torchtitan does before it spreads heads
+    with pytest.raises(ValueError, match="weight has no placement declared"):
+        config.build().parallelize(SimpleNamespace(spmd_backend="default"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from pages import blocks, page
+from pages import ROOT, blocks, page
 from torch import Tensor, nn
 from torchrun import torchrun
 
@@ -88,8 +90,6 @@ def check(losses: list[float], parameters: dict[str, Tensor], decay: float) -> N
     for name, x in parameters.items():
         difference = (x - trained[name]).abs()
         assert difference.max() < 0.02 * RATE * STEPS, name
-        start = torch.eye(2) if "wposm" in name else None
-        assert start is None or not torch.equal(x, start)
 
 
 def logged(history: list[dict[str, float]]) -> list[float]:
@@ -98,7 +98,6 @@ def logged(history: list[dict[str, float]]) -> list[float]:
 
 # accelerate shards parameters on GPUs only. Its parts that do so run on a CPU as well.
 ON_CPUS = """
-import runpy, sys
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 begin = PartialState.__init__
@@ -115,8 +114,8 @@ def test_trainer_with_sharded_parameters(run: Run, by: str, tmp_path: Path) -> N
     pytest.importorskip("transformers.distributed", reason="transformers does not shard yet")
     text = file_of("train.py")
     if by == "accelerate":
-        layers = 'fsdp_config={"transformer_layer_cls_to_wrap": ["MtaDecoderLayer"]}'
-        text = text.replace(", distributed_config=sharding", "").replace("    report_to", f"    fsdp=True, {layers},\n    report_to")
+        options = 'fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": ["MtaDecoderLayer"]}'
+        text = text.replace(", distributed_config=sharding", "").replace("report_to=[]", f"report_to=[], {options}")
         text = ON_CPUS + text
     sharded = "assert all(type(x).__name__ == 'DTensor' for x in trainer.model.parameters())\n"
     (tmp_path / "train.py").write_text(text + sharded, encoding="utf-8")
@@ -142,12 +141,38 @@ def test_sft_trainer(run: Run) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_lightning(run: Run) -> None:
     pytest.importorskip("lightning", reason="lightning is not installed")
-    losses: list[float] = []
-    names = run("fit.py", **{'self.log("loss", loss)': 'losses.append(loss.item())', "STAGES =": "losses = []\nSTAGES ="})
-    losses = names["losses"]
-    fitted = names["fitted"].model
-    assert all(torch.equal(x, y) for x, y in zip(fitted.parameters(), names["trainer"].model.model.parameters(), strict=True))
-    check(losses, dict(fitted.named_parameters()), decay=0.1)
+    kept = {"STAGES =": "losses = []\nSTAGES =", "return loss": "losses.append(loss.item())\n        return loss"}
+    names = run("fit.py", **kept)
+    loaded, fitted = (dict(x.model.named_parameters()) for x in (names["fitted"], names["trainer"].model))
+    assert all(torch.equal(loaded[name], x) for name, x in fitted.items())
+    check(names["losses"], loaded, decay=0.1)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs g++")
+def test_exported_and_compiled(run: Run) -> None:
+    """Compiled code rounds in another order. Other processes get the same bits once they have made the model."""
+    names = run("export.py")
+    model, code = names["model"], names["code"]
+    exact = copy.deepcopy(model).double()
+    with torch.no_grad():
+        for size in ((2, 30), (1, 1), (3, 41), (5, 2)):
+            x = torch.randint(64, size)
+            expected, eager = exact(x).logits, model(x).logits
+            assert torch.equal(names["program"].module()(input_ids=x).logits, eager)
+            compiled = code(input_ids=x).logits
+            assert (compiled - expected).abs().max() <= 2 * (eager - expected).abs().max()
+    torch.save((x, eager, compiled), "logits.pt")
+    script = """
+import torch
+from mtagen.transformers import MtaForCausalLM
+MtaForCausalLM.from_pretrained("retrofitted")
+x, eager, compiled = torch.load("logits.pt")
+assert torch.equal(torch.export.load("program.pt2").module()(input_ids=x).logits, eager)
+assert torch.equal(torch._inductor.aoti_load_package("code.pt2")(input_ids=x).logits, compiled)
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_checkpoints(run: Run) -> None:

@@ -68,6 +68,7 @@ QUICK = frozenset(
         "test_prediction.py::test_one_rank",
         "test_processes.py::test_compiling_imports_nothing_from_the_current_folder",
         "test_project.py",
+        "test_torchtitan_interface.py",
         "test_transformers.py::test_packed_documents",
         "test_transformers.py::test_padding_is_not_seen",
         "test_transformers.py::test_retrofitted_llama_computes_the_same",
