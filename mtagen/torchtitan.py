@@ -106,8 +106,8 @@ class InnerAttention(Module):
             raise InputError(
                 explain("attention_masks", type(attention_masks).__name__, rule, "VarlenMetadata, or None")
             )
-        boundaries = dict(zip(("cu_seq_q", "cu_seq_k", "max_q", "max_k"), attention_masks, strict=False))
-        out = self.op.varlen(*(x.flatten(0, 1) for x in (q, k, v)), **boundaries, **options)
+        options |= {name: getattr(attention_masks, name) for name in ("cu_seq_q", "cu_seq_k", "max_q", "max_k")}
+        out = self.op.varlen(*(x.flatten(0, 1) for x in (q, k, v)), **options)
         return out.view(q.shape)  # type: ignore[no-any-return]
 
 
