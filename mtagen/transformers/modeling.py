@@ -181,8 +181,9 @@ class MtaModel(MtaPreTrainedModel):
             cache: the cache of earlier tokens; only calls without gradients take and return one.
             inputs_embeds: ``(B, N, hidden_size)`` instead of ``input_ids``.
             use_cache: whether a cache is returned, a new one if none is given. By default the
-                configuration decides if no gradients are computed, queries see no later keys, and
-                the batch has neither padding nor packed documents; otherwise no cache is returned.
+                configuration decides if no gradients are computed, queries see no later keys, the
+                batch has neither padding nor packed documents, and the call is not exported;
+                otherwise no cache is returned.
             output_hidden_states: whether the output of the embeddings and of each layer is returned, too.
             output_attentions: not supported, because kernels do not store attention matrices.
             seq_idx: ``(B, N)``, the number of each token's document.
@@ -228,8 +229,8 @@ class MtaModel(MtaPreTrainedModel):
             else:
                 rule = "packed documents cannot have padding"
                 raise InputError(explain("attention_mask", "together with cu_seq_lens_q", rule, "one of them"))
-            can_cache = packing is None and not torch.is_grad_enabled() and not self.sees_later_keys
-            can_cache = can_cache and not torch.compiler.is_exporting()  # programs return tensors only
+            generates = not torch.is_grad_enabled() and not torch.compiler.is_exporting()  # programs return no caches
+            can_cache = packing is None and generates and not self.sees_later_keys
             if use_cache is None and self.config.use_cache and can_cache:
                 cache = MtaCache(self.config)
         else:
