@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from checkpoints import forward_calls
 from pages import blocks
 from ranks import Ranks
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -555,6 +557,56 @@ OFFLOADED = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 def test_data_parallel(ranks: Ranks, size: int, fsdp: dict[str, Any] | None, compiled: bool) -> None:
     """DDP and FSDP over the ranks that share sequences take the mean of their gradients, as of other data."""
     ranks.run(size, compare_data_parallel, fsdp, compiled)
+
+
+def sharded_layer(group: ProcessGroup | None) -> tuple[MultiTokenAttention, torch.optim.Optimizer]:
+    """A layer with all kinds of parameters, sharded unless the process is alone, some of whose ranks hold nothing."""
+    layer = MultiTokenAttention(
+        48, 4, **EVERYTHING | {"post_mixed_heads": 2}, head_dim=16, gate="scalar", group_norm=True
+    )
+    if group is not None:
+        fully_shard(layer, mesh=DeviceMesh.from_group(group, "cpu"))
+    return layer, torch.optim.AdamW(layer.parameters(), lr=1e-2)
+
+
+def whole_state(layer: MultiTokenAttention, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The whole parameters, the state of the optimizer, and the layer's output."""
+    moments = {f"{name} {key}": x for name, y in layer.named_parameters() for key, x in optimizer.state[y].items()}
+    found = {**dict(layer.named_parameters()), **moments}
+    x = torch.randn(1, 20, 48, generator=torch.Generator().manual_seed(3))
+    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
+    return {name: x.detach().clone() for name, x in (whole | {"output": layer(x)}).items()}
+
+
+def save_shards(group: ProcessGroup, folder: str) -> dict[str, Tensor]:
+    """The state of a layer after a step, as it is saved."""
+    torch.manual_seed(1)
+    layer, optimizer = sharded_layer(group)
+    layer(torch.randn(1, 20, 48)).square().mean().backward()
+    optimizer.step()
+    weights, moments = get_state_dict(layer, optimizer)
+    dcp.save({"layer": weights, "optimizer": moments}, checkpoint_id=folder, process_group=group)
+    return whole_state(layer, optimizer)
+
+
+def load_shards(group: ProcessGroup | None, folder: str) -> dict[str, Tensor]:
+    """The state of another layer, as it is loaded."""
+    torch.manual_seed(2)
+    layer, optimizer = sharded_layer(group)
+    weights, moments = get_state_dict(layer, optimizer)
+    state = {"layer": weights, "optimizer": moments}
+    dcp.load(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
+    set_state_dict(layer, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    return whole_state(layer, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoints_for_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    expected = ranks.run(2, save_shards, str(tmp_path))[0]
+    assert len(expected) == 11 * 4 + 1  # each parameter with three tensors of the optimizer, and the output
+    for found in (load_shards(None, str(tmp_path)), *ranks.run(3, load_shards, str(tmp_path))):
+        assert found.keys() == expected.keys()
+        assert [name for name, x in expected.items() if not torch.equal(x, found[name])] == []
 
 
 def copy_layer(group: ProcessGroup) -> None:

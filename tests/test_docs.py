@@ -21,7 +21,8 @@ from mtagen.config import Config
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
-WITH_CODE = [name for name in PAGES if blocks(name, "python")]
+RUN_ELSEWHERE = ("docs/trainers.md",)  # by test_trainers.py
+WITH_CODE = [name for name in PAGES if blocks(name, "python") and name not in RUN_ELSEWHERE]
 COMMANDS = sorted({tuple(words) for name in PAGES for words in commands(name)})
 NOT_RUN = ("on a GPU", "on two GPUs", "once")  # titles of blocks of commands that no test runs
 

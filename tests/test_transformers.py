@@ -624,6 +624,17 @@ def test_compile(model: MtaForCausalLM) -> None:
     close(compiled(x, labels=x).loss, model(x, labels=x).loss)
 
 
+def test_compile_with_stated_documents(model: MtaForCausalLM) -> None:
+    """As ``DataCollatorWithFlattening(return_position_ids=False, return_flash_attn_kwargs=True)`` states them."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for lengths in ((7, 5), (3, 8, 2)):
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+        given = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens.clone(), "max_length_q": max(lengths)}
+        x = tokens(1, sum(lengths))
+        close(compiled(x, **given).logits, model(x, **given).logits)
+
+
 def test_outputs(model: MtaForCausalLM) -> None:
     x = tokens(2, 9)
     out = model(x, output_hidden_states=True)

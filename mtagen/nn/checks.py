@@ -100,7 +100,7 @@ def check_input(
     if not x.is_floating_point():
         raise InputError(explain("x.dtype", x.dtype, "must be of floating point", "the dtype of the parameters"))
     packed = cu_seqlens is not None
-    is_packed_shape = x.ndim == 2 or (x.ndim == 3 and len(x) == 1)
+    is_packed_shape = x.ndim == 2 or (x.ndim == 3 and x.shape[0] == 1)
     if x.shape[-1:] != (dim,) or not (is_packed_shape if packed else x.ndim == 3):
         rule = "does not fit the layer" + (" and packed documents" if packed else "")
         legal = f"(total, {dim}) or (1, total, {dim})" if packed else f"(B, N, {dim})"

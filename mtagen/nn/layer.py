@@ -373,7 +373,7 @@ class MultiTokenAttention(nn.Module):
         if cu_seqlens is None:
             out = self.op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
             return out.transpose(1, 2)  # type: ignore[no-any-return]
-        longest = len(q) if max_seqlen is None else max_seqlen
+        longest = q.shape[0] if max_seqlen is None else max_seqlen
         out = self.op.varlen(q, k, v, cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=longest, max_k=longest, **options)
         return out  # type: ignore[no-any-return]
 

@@ -105,5 +105,5 @@ def document_positions(cu_seqlens: Tensor, total: int) -> Tensor:
         total: number of tokens, including those after the last document.
     """
     tokens = torch.arange(total, device=cu_seqlens.device)
-    documents = torch.searchsorted(cu_seqlens[1:], tokens, right=True)
+    documents = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
     return tokens - cu_seqlens[documents]

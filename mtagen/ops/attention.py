@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -18,7 +19,7 @@ from ..codegen import Sources, render
 from ..config import Config
 from ..dropout import check_dropout_p, check_seed, draw_seed
 from ..dtypes import TORCH_DTYPES
-from ..errors import BackendError, InputError, PlanError, explain
+from ..errors import BackendError, InputError, PlanError, SpecError, explain
 from ..planner import BACKENDS, Plan, plan
 from ..runtime.load import Passes, compile_kernels, load, plan_key
 from ..spec import MAX_NEW_TOKENS, DType, Spec
@@ -105,7 +106,10 @@ class AttentionOp:
         self._drops = drops
         self._build_again = build_again
         # Fill cached properties now, because torch.compile cannot trace their first use.
-        _ = plan.spec.weight_names, plan.spec.context, plan.spec.learned_arguments
+        _ = plan.spec.weight_names, plan.spec.context
+        if plan.spec.learned_arguments:
+            with suppress(SpecError):  # of a parameter that packed documents cannot have, which their calls report
+                _ = plan.spec.packed_learned_arguments
 
     def __repr__(self) -> str:
         return f"<mtagen op {self.plan.name}, backend {self.plan.backend}>"
@@ -321,7 +325,7 @@ class AttentionOp:
         q, k, v = autocast(q, k, v)
         given = (weight, head_weight, post_weight, post_head_weight)
         weights = check_varlen(self._spec, self.dtypes, q, k, v, given, Documents(cu_seq_q, cu_seq_k, max_q, max_k))
-        weights += check_slots(self._spec, q, k, sink, parameters, len(cu_seq_q) - 1)
+        weights += check_slots(self._spec, q, k, sink, parameters, cu_seq_q.shape[0] - 1)
         seed = None if dropout_p == 0 and dropout_seed is None else self._seed(q, dropout_p, dropout_seed)
         scale = resolve_scale(scale, self._spec.head_dim)
         documents = cu_seq_q, cu_seq_k, max_q, max_k

@@ -67,8 +67,8 @@ def check_decode(
     if cache_seqlens is not None:
         check_dense((("cache_seqlens", cache_seqlens),))
         got = (tuple(cache_seqlens.shape), cache_seqlens.dtype, cache_seqlens.device)
-        legal = f"shape ({q_tail.shape[0]},), torch.int32, {q_tail.device}"
         if got != ((q_tail.shape[0],), torch.int32, q_tail.device):
+            legal = f"shape ({q_tail.shape[0]},), torch.int32, {q_tail.device}"
             raise InputError(
                 explain("cache_seqlens", got, "must be one length per batch entry, on q_tail's device", legal)
             )
@@ -125,7 +125,7 @@ def check_varlen(
             the CPU only, and with them whether a document is longer than max_q or max_k.
     """
     checked = check_packed(spec, dtypes, q, k, v, weights)
-    check_documents(documents, len(q), len(k), q.device)
+    check_documents(documents, q.shape[0], k.shape[0], q.device)
     return checked
 
 
@@ -150,7 +150,7 @@ def check_documents(documents: Documents, total_q: int, total_k: int, device: to
     cu_seq_q, cu_seq_k, max_q, max_k = documents
     check_boundaries(("cu_seq_q", cu_seq_q), ("max_q", max_q), total_q, device)
     check_boundaries(("cu_seq_k", cu_seq_k), ("max_k", max_k), total_k, device)
-    if len(cu_seq_q) != len(cu_seq_k):
+    if cu_seq_q.shape != cu_seq_k.shape:
         counts = len(cu_seq_q) - 1, len(cu_seq_k) - 1
         rule = "cu_seq_q and cu_seq_k must have the same number of documents"
         raise InputError(explain("documents", counts, rule, "two tensors of the same length; documents may be empty"))
@@ -181,7 +181,7 @@ def check_boundaries(
         raise InputError(explain(longest_name, most, rule, "an int, 0, 1, 2, ..."))
     check_dense([(name, cu_seq)])
     got = (cu_seq.ndim, cu_seq.dtype, cu_seq.device)
-    if got != (1, torch.int32, device) or len(cu_seq) == 0:
+    if got != (1, torch.int32, device) or cu_seq.shape[0] == 0:
         rule = "must hold where each document begins, and the end of the last"
         got_shape = (tuple(cu_seq.shape), *got[1:])
         raise InputError(explain(name, got_shape, rule, f"shape (documents + 1,), torch.int32, {device}"))
@@ -247,7 +247,7 @@ def check_slots(
         return [*NO_LEARNED]
     if q.ndim == 3:
         arguments = spec.packed_learned_arguments
-        sizes = {"documents": documents, "H": q.shape[1], "total_k": len(k)}
+        sizes = {"documents": documents, "H": q.shape[1], "total_k": k.shape[0]}
     else:
         arguments, sizes = spec.learned_arguments, {"B": q.shape[0], "H": q.shape[1], "Nk": k.shape[2]}
     given: list[Tensor | None] = [*check_learned(arguments, sizes, q, sink, parameters)]

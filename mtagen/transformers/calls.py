@@ -72,7 +72,8 @@ def read_call(
             rule = "packed documents cannot have padding"
             raise InputError(explain("attention_mask", "together with cu_seq_lens_q", rule, "one of them"))
         serves = use_cache is None and config.use_cache and can_cache
-        new = MtaCache(config) if serves and packing is None and not torch.is_grad_enabled() else None
+        generates = not torch.is_grad_enabled() and not torch.compiler.is_exporting()  # programs return no caches
+        new = MtaCache(config) if serves and packing is None and generates else None
         return Batch(packing), new
     if torch.is_grad_enabled():
         rule = "generation computes no gradients"

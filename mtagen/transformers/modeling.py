@@ -154,8 +154,9 @@ class MtaModel(MtaPreTrainedModel):
             cache: the cache of earlier tokens; only calls without gradients take and return one.
             inputs_embeds: ``(B, N, hidden_size)`` instead of ``input_ids``.
             use_cache: whether a cache is returned, a new one if none is given. By default the
-                configuration decides if no gradients are computed, queries see no later keys, and
-                the batch has neither padding nor packed documents; otherwise no cache is returned.
+                configuration decides if no gradients are computed, queries see no later keys, the
+                batch has neither padding nor packed documents, and the call is not exported;
+                otherwise no cache is returned.
             output_hidden_states: whether the output of the embeddings and of each layer is returned, too.
             output_attentions: not supported, because kernels do not store attention matrices.
             seq_idx: ``(B, N)``, the number of each token's document.

@@ -105,10 +105,11 @@ def find_documents(
         The documents; None if each row is one document without padding.
 
     Raises:
-        InputError: an argument does not fit, or a row has tokens on both sides of padding.
+        InputError: an argument does not fit, a row has tokens on both sides of padding, or the call is exported.
     """
     if mask is None and position_ids is None and seq_idx is None:
         return None
+    _check_not_exported("attention_mask, position_ids, seq_idx")
     real, is_binary = _real_tokens(mask, shape, device)
     begins = real & ~_shifted(real)
     holes = (begins.sum(1) > 1).any()
@@ -144,14 +145,15 @@ def given_documents(
     Args:
         cu_seq_lens_q: ``(documents + 1,)`` int32, where documents begin in the flattened batch, and
             where the last document ends.
-        cu_seq_lens_k: the same, or None.
+        cu_seq_lens_k: the same, or None. Compiled and exported calls do not compare the values.
         max_length_q: tokens of the longest document; default total.
         total: number of tokens of the batch.
 
     Raises:
         InputError: keys have other documents than queries, or boundaries or the longest length do not fit the batch.
     """
-    if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q and not cu_seq_lens_k.equal(cu_seq_lens_q):
+    others = None if cu_seq_lens_k is cu_seq_lens_q or torch.compiler.is_compiling() else cu_seq_lens_k
+    if others is not None and not others.equal(cu_seq_lens_q):
         raise InputError(
             explain("cu_seq_lens_k", cu_seq_lens_k, "keys and queries must have the same documents", cu_seq_lens_q)
         )
@@ -185,12 +187,13 @@ def count_padding(
         The amount of padding of each entry; None if no entry has padding.
 
     Raises:
-        InputError: an argument does not fit, padding follows a token, or positions do not increase
-            by one.
+        InputError: an argument does not fit, padding follows a token, positions do not increase by one, or the call is
+            exported.
     """
     batch, count = shape
     if mask is None and (position_ids is None or count == 1):
         return None
+    _check_not_exported("attention_mask, position_ids")
     real, is_binary = _real_tokens(mask, (batch, earlier + count), device)
     late = (~real & _shifted(real)).any()
     changed = torch.zeros((), dtype=torch.bool, device=device)
@@ -247,6 +250,17 @@ def _real_tokens(mask: Tensor | None, shape: tuple[int, int], device: torch.devi
         raise InputError(explain("attention_mask.dtype", mask.dtype, rule, "bool, or integers 0 and 1"))
     real = mask.bool()
     return real, (mask == real).all()
+
+
+def _check_not_exported(names: str) -> None:
+    """Check that ``torch.export`` does not trace the call.
+
+    Raises:
+        InputError: it does, and documents would have to be found among values that it does not have.
+    """
+    if torch.compiler.is_exporting():
+        rule = "an exported program cannot look for documents and padding in them"
+        raise InputError(explain(names, "one of them in torch.export", rule, "None, or cu_seq_lens_q=..."))
 
 
 def _check_values(binary: bool) -> None:
