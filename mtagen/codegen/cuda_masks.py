@@ -65,10 +65,10 @@ class InTables(ByPosition):
         return f"own[{row}].hides({key})"
 
     def hides_columns(self, row: str) -> str:
-        return "seen.hide_some()"
+        return "hidden.any()"
 
     def hides_column(self, row: str, column: str, ahead: str) -> str:
-        return f"seen.hides({row}, {column})"
+        return f"hidden.of({row}, {column})"
 
 
 def cuda_masks_of(mask: Mask) -> ByPosition:
