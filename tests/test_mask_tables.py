@@ -63,6 +63,14 @@ def test_tables_of_a_batch(mask: str, sizes: tuple[int, int]) -> None:
     assert all(map(torch.equal, short, tables[:2]))
 
 
+def test_integers_that_int32_cannot_hold() -> None:
+    problem = Problem(MASKS["begins with a token"] | {"kernel": None}, 4, 4, batch=1)
+    problem.parameters["first"] = torch.tensor([[0, 2**32, -(2**32), 2**40 + 3]])
+    first, last = mask_tables.of_call(problem.spec, call_of(problem), "forward")
+    assert first.tolist() == [[0, 2**30, 0, 2**30]]
+    assert last.tolist() == [[0, -1, 2, -1]]
+
+
 @pytest.mark.parametrize("mask", [name for name in MASKS if name != "begins with a token"])
 def test_tables_of_documents(mask: str) -> None:
     """Rows and keys after the last document belong to none."""
