@@ -11,8 +11,8 @@ import documents
 import problems
 import pytest
 import torch
-from emulator import host_function, load_emulated, needs_compiler
-from test_emulated_kernels import case_id
+from emulator import host_function, needs_compiler
+from test_emulated_kernels import case_id, op_of
 from torch import Tensor
 
 from mtagen import plan
@@ -21,8 +21,6 @@ from mtagen.check import check
 from mtagen.dropout import Dropout
 from mtagen.measure.cases import Sizes
 from mtagen.measure.inputs import Inputs
-from mtagen.ops.attention import assemble
-from mtagen.planner import Plan
 from mtagen.planner.tile import layout
 from mtagen.spec import Spec
 
@@ -74,15 +72,7 @@ def results(
 def test_masks_in_tables(target: str, kernel: tuple[int, int] | None, folder: Path) -> None:
     """With dropout, too. Each document has its own prefix."""
     spec = Spec(kernel, 32, packed=True, dropout=True, **problems.PREFIX)
-
-    def plan_like(other: Spec) -> Plan:
-        planned = plan(other, target, "cuda")
-        load_emulated(planned, folder)
-        return planned
-
-    op = assemble(
-        plan_like(replace(spec, packed=False, dropout=False)), torch_on_cpu=False, dropout=True, plan_like=plan_like
-    )
+    op = op_of(replace(spec, packed=False, dropout=False), target, folder, 0, variant=spec)
     rows = check(op, spec, torch.device("cpu"), [Sizes(3, 2, 1, 150, 140)])
     assert not [f"{row.sizes} {row.result}" for row in rows if not row.comparison.ok]
 

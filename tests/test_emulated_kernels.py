@@ -136,13 +136,23 @@ def passes(spec: Spec, target: str, folder: Path, seed: int, **options: Any) -> 
     return {name: host_function(planned.tile[name], folder, seed, **options) for name in passes_of(spec)}
 
 
-def op_of(spec: Spec, target: str, folder: Path, seed: int, **options: Any) -> AttentionOp:
-    """What ``build`` makes of a spec, with emulated kernels on CPU tensors."""
+def op_of(
+    spec: Spec, target: str, folder: Path, seed: int, *, variant: Spec | None = None, **options: Any
+) -> AttentionOp:
+    """What ``build`` makes of a spec, with emulated kernels on CPU tensors.
+
+    Args:
+        spec: the op.
+        target: the GPU that its kernels are planned for.
+        folder, seed: see :func:`emulator.emulated`.
+        variant: the spec of the kernels for packed documents or dropout; by default ``spec``.
+        options: those of :func:`emulator.host_function`.
+    """
     planned = plan(spec, target, "cuda")
-    key = f"{plan_key(planned, render(planned))}-emulated{seed}{options}"
-    kernels = Passes(**passes(spec, target, folder, seed, **options))
-    library.register(key, Executor(spec, kernels, kernels_on_cpu=True, torch_on_cpu=False, variants=lambda *_: kernels))
-    return AttentionOp(planned, key, (TORCH_DTYPES[spec.dtype],), drops=spec.dropout)
+    key = f"{plan_key(planned, render(planned))}-emulated{seed}{options}{variant}"
+    kernels, others = (Passes(**passes(one, target, folder, seed, **options)) for one in (spec, variant or spec))
+    library.register(key, Executor(spec, kernels, kernels_on_cpu=True, torch_on_cpu=False, variants=lambda *_: others))
+    return AttentionOp(planned, key, (TORCH_DTYPES[spec.dtype],), drops=(variant or spec).dropout)
 
 
 def dropout_of(spec: Spec) -> tuple[Any, ...]:

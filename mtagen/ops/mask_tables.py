@@ -35,11 +35,11 @@ def of_call(spec: Spec, call: Call, pass_name: str) -> list[Tensor]:
     if spec.visible is None:
         return []
     rows = _rows_of_batch(call) if call.documents is None else _rows_of_documents(call)
-    tables = _limits(spec, call, rows)
-    of_keys = len(spec.tables(pass_name)) > len(tables)
+    first, last = _limits(spec, call, rows)
+    tables, of_keys = [first, last], len(spec.tables(pass_name)) > 2
     if call.documents is None:
-        return tables + (_rows_of_keys(*tables, call.k.shape[2]) if of_keys else [])
-    return [x.flatten() for x in tables + (_rows_of_packed_keys(*tables, call) if of_keys else [])]
+        return tables + (_rows_of_keys(first, last, call.k.shape[2]) if of_keys else [])
+    return [x.flatten() for x in tables + (_rows_of_packed_keys(first, last, call) if of_keys else [])]
 
 
 def of_step(spec: Spec, step: Step) -> list[Tensor]:

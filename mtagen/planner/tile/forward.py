@@ -186,8 +186,9 @@ class TileForward(TilePass):
         The next warpgroup then reads zeros for the rows of the one that left. That is right if a
         convolution counts hidden scores as zeros, but not if the row of the output decides which
         terms are hidden. The others go on for no more tiles than are loaded ahead, so that none
-        waits for the warpgroup that left. With tables of keys, it could be any number of tiles. Two
-        warpgroups gain less than three, so only three leave. With dropout, and with a single tap, the last steps would spill registers.
+        waits for the warpgroup that left. If the mask has tables, it could be any number of tiles.
+        Two warpgroups gain less than three, so only three leave. With dropout, and with a single
+        tap, the last steps would spill registers.
         """
         zeros = self.mask.hides_later and not (self.mask.zeroes_terms or self.mask.is_tabulated)
         ahead = 16 * (self.warps - 4) <= self.stages * self.keys
