@@ -136,7 +136,9 @@ class _Evaluation:
         if isinstance(expr, sympy.Add):
             return self._sum(expr)
         if isinstance(expr, sympy.Mul):
-            return reduce(torch.mul, map(part, expr.args))
+            return self._product(expr) if expr.is_integer else reduce(torch.mul, map(part, expr.args))
+        if isinstance(expr, (Minimum, Maximum)) and expr.is_integer:
+            return self._integer_extremum(expr)
         if isinstance(expr, sympy.Pow):
             base, exponent = expr.args
             return self.of(base).pow(int(exponent)) if expr.is_integer else self.real(base).pow(float(exponent))
@@ -145,10 +147,26 @@ class _Evaluation:
     def _sum(self, expr: Expr) -> Tensor:
         """Return a sum. Its integers are added up exactly before they are rounded."""
         if expr.is_integer:
-            return reduce(torch.add, map(self.of, expr.args))
+            constant, rest = expr.as_coeff_Add()
+            total = reduce(torch.add, map(self.of, sympy.Add.make_args(rest)))
+            return total + int(constant) if constant else total
         number, integer, others = split_sum(expr)
         rounded = self.real(integer) * float(number)
         return reduce(torch.add, map(self.real, others), rounded)
+
+    # Operations on integers take constants as numbers, each of which would else be a tensor that a kernel fills.
+
+    def _product(self, expr: Expr) -> Tensor:
+        factor, rest = expr.as_coeff_Mul()
+        product = reduce(torch.mul, map(self.of, sympy.Mul.make_args(rest)))
+        return product if factor == 1 else product * int(factor)
+
+    def _integer_extremum(self, expr: Expr) -> Tensor:
+        limits = [int(part) for part in expr.args if part.is_Integer]
+        extremum = reduce(_FUNCTIONS[type(expr)], (self.of(part) for part in expr.args if not part.is_Integer))
+        for limit in limits:
+            extremum = extremum.clamp(max=limit) if isinstance(expr, Minimum) else extremum.clamp(min=limit)
+        return extremum
 
     def _constant(self, expr: sympy.Basic) -> Tensor:
         # By a fill: CUDA graphs cannot capture a copy from the host.
@@ -162,5 +180,6 @@ class _Evaluation:
         """Return the floor of a number: of a quotient of integers exactly."""
         numerator, denominator = sympy.fraction(sympy.together(expr))
         if numerator.is_integer and denominator.is_integer:
-            return torch.div(self.of(numerator), self.of(denominator), rounding_mode="floor")
+            divisor = int(denominator) if denominator.is_Integer else self.of(denominator)
+            return torch.div(self.of(numerator), divisor, rounding_mode="floor")
         return self.real(expr).floor().to(torch.int64)

@@ -305,11 +305,18 @@ class Spec:
     def is_fusible(self) -> bool:
         """Whether one kernel may compute a pass.
 
-        That needs an op without ``scores``, without mixing and without stages after the softmax. If
-        the op has a convolution, its mask must be a window.
+        That needs an op without ``scores``, without mixing and without stages after the softmax.
+        """
+        return self.convolves_only and self.scores is None
+
+    @property
+    def is_liftable(self) -> bool:
+        """Whether lifted vectors may compute a pass.
+
+        That needs a fusible op. If it has a convolution, its mask must be a window.
         """
         convolves = self.cq * self.ck > 1
-        return self.convolves_only and self.scores is None and not (convolves and self.visible)
+        return self.is_fusible and not (convolves and self.visible)
 
     @cached_property
     def mixed(self) -> dict[str, int]:

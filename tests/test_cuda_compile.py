@@ -60,6 +60,7 @@ CASES = [
     *((name, "sm_90a", Spec((3, 3), 64, causal=False, mask="output", window=(40, 30))) for name in PASSES),
     *((name, target, Spec((6, 11), 128, packed=True)) for target in ("sm_80", "sm_90a") for name in PASSES[:2]),
     *((name, "sm_90a", Spec((6, 11), 64, packed=True)) for name in PASSES[:2]),
+    *((name, target, Spec((6, 11), 128, visible="j >= i // 2")) for target in ("sm_80", "sm_90a") for name in PASSES),
     *((name, target, Spec((6, 11), 128, dropout=True)) for target in ("sm_80", "sm_90a") for name in PASSES[:2]),
 ]
 

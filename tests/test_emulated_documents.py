@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import documents
+import problems
 import pytest
 import torch
 from emulator import host_function, needs_compiler
-from test_emulated_kernels import case_id
+from test_emulated_kernels import case_id, op_of
 from torch import Tensor
 
 from mtagen import plan
 from mtagen.call import Documents
+from mtagen.check import check
 from mtagen.dropout import Dropout
+from mtagen.measure.cases import Sizes
 from mtagen.measure.inputs import Inputs
 from mtagen.planner.tile import layout
 from mtagen.spec import Spec
@@ -62,6 +66,15 @@ def results(
     out, lse = host["forward"](*operands, scale, *packed)
     grad_lse = grad_out[..., 0].float().T.contiguous()
     return out, lse.T, *host["backward"](grad_out, grad_lse, *operands, out, lse, scale, *packed, **options)
+
+
+@pytest.mark.parametrize(("target", "kernel"), [("sm_90a", (3, 3)), ("sm_80", None)], ids=str)
+def test_masks_in_tables(target: str, kernel: tuple[int, int] | None, folder: Path) -> None:
+    """With dropout, too. Each document has its own prefix."""
+    spec = Spec(kernel, 32, packed=True, dropout=True, **problems.PREFIX)
+    op = op_of(replace(spec, packed=False, dropout=False), target, folder, 0, variant=spec)
+    rows = check(op, spec, torch.device("cpu"), [Sizes(3, 2, 1, 150, 140)])
+    assert not [f"{row.sizes} {row.result}" for row in rows if not row.comparison.ok]
 
 
 @pytest.mark.parametrize(("target", "spec"), SPECS, ids=case_id)

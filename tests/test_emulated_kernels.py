@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import emulator
+import hidden
 import problems
 import pytest
 import torch
@@ -71,6 +72,12 @@ WINDOWED = [
     ("sm_80", Spec((1, 1), 32, window=(0, -1))),
     ("sm_80", Spec((6, 11), 32, causal=False, window=(3, 2))),
 ]
+TABULATED = [
+    ("sm_90a", Spec((6, 11), 64, **problems.PREFIX)),
+    ("sm_90a", Spec(None, 32, causal=False, visible="i // 48 == j // 48", sink=True)),
+    ("sm_80", Spec((3, 3), 32, window=(50, -1), visible="i // 32 == j // 32")),
+    ("sm_80", Spec((3, 3), 32, causal=False, visible="(j < 95 - i) & (j >= 42 - i)")),  # later rows see earlier keys
+]
 WITH_LOGITS = [
     (target, replace(spec, logits=problems.LOGITS))
     for target, spec in (SM90, SM90_ONE_TAP, ("sm_90a", Spec((6, 11), 64, window=(40, -1))), SM80, SM80_FULL)
@@ -119,22 +126,33 @@ def case_id(value: object) -> str:
         return str(value)
     kernel = f"{value.cq}x{value.ck}-d{value.head_dim}-{value.dtype}-{value.key_padding}"
     window = "-left{}-right{}".format(*value.window) if value.window != (-1, -1) else ""
-    return f"{kernel}-{f'causal-{value.mask}' if value.causal else 'full'}{window}{'-dropout' * value.dropout}"
+    mask = f"causal-{value.mask}" if value.causal else "full"
+    return f"{kernel}-{mask}{window}{'-tables' * (value.visible is not None)}{'-dropout' * value.dropout}"
 
 
-def passes(spec: Spec, target: str, folder: Path, seed: int, *, checked: bool = False) -> dict[str, Callable[..., Any]]:
-    """The host functions of a spec's passes, with emulated kernels."""
+def passes(spec: Spec, target: str, folder: Path, seed: int, **options: Any) -> dict[str, Callable[..., Any]]:
+    """The host functions of a spec's passes, with emulated kernels; options are those of ``host_function``."""
     planned = plan(spec, target, "cuda")
-    return {name: host_function(planned.tile[name], folder, seed, checked=checked) for name in passes_of(spec)}
+    return {name: host_function(planned.tile[name], folder, seed, **options) for name in passes_of(spec)}
 
 
-def op_of(spec: Spec, target: str, folder: Path, seed: int) -> AttentionOp:
-    """What ``build`` makes of a spec, with emulated kernels on CPU tensors."""
+def op_of(
+    spec: Spec, target: str, folder: Path, seed: int, *, variant: Spec | None = None, **options: Any
+) -> AttentionOp:
+    """What ``build`` makes of a spec, with emulated kernels on CPU tensors.
+
+    Args:
+        spec: the op.
+        target: the GPU that its kernels are planned for.
+        folder, seed: see :func:`emulator.emulated`.
+        variant: the spec of the kernels for packed documents or dropout; by default ``spec``.
+        options: those of :func:`emulator.host_function`.
+    """
     planned = plan(spec, target, "cuda")
-    key = f"{plan_key(planned, render(planned))}-emulated{seed}"
-    kernels = Passes(**passes(spec, target, folder, seed))
-    library.register(key, Executor(spec, kernels, kernels_on_cpu=True, torch_on_cpu=False, variants=lambda *_: kernels))
-    return AttentionOp(planned, key, (TORCH_DTYPES[spec.dtype],), drops=spec.dropout)
+    key = f"{plan_key(planned, render(planned))}-emulated{seed}{options}{variant}"
+    kernels, others = (Passes(**passes(one, target, folder, seed, **options)) for one in (spec, variant or spec))
+    library.register(key, Executor(spec, kernels, kernels_on_cpu=True, torch_on_cpu=False, variants=lambda *_: others))
+    return AttentionOp(planned, key, (TORCH_DTYPES[spec.dtype],), drops=(variant or spec).dropout)
 
 
 def dropout_of(spec: Spec) -> tuple[Any, ...]:
@@ -201,6 +219,58 @@ def test_logits_that_grow_along_the_keys(target: str, spec: Spec, folder: Path) 
 def test_windows(target: str, spec: Spec, folder: Path) -> None:
     sizes = (*SIZES[:2], Sizes(1, 2, 1, 9, 240), *SIZES[-2:])  # the first keys of 240 are seen by no query
     assert not failures(op_of(spec, target, folder, 0), spec, torch.device("cpu"), sizes)
+
+
+@pytest.mark.parametrize(("target", "spec"), TABULATED, ids=case_id)
+def test_masks_in_tables(target: str, spec: Spec, folder: Path) -> None:
+    """The first keys of 240 are seen by few queries or none; splits and steps begin with the first seen key."""
+    sizes = (SIZES[0], Sizes(1, 2, 1, 9, 240), Sizes(1, 2, 1, 133, 150), SIZES[-1])
+    assert not failures(op_of(spec, target, folder, 0), spec, torch.device("cpu"), sizes)
+    split, problem = op_of(spec, target, folder, 1, splits=3), problems.random(spec, Sizes(2, 4, 2, 66, 203))
+    assert not problems.failures_through_lse(split, spec, problem)
+    assert not problems.decode_failures(split, spec, problem, lengths=(203, 90))
+
+
+@pytest.mark.parametrize(("target", "spec"), TABULATED[:3:2], ids=case_id)
+def test_masks_in_tables_have_no_races_and_the_same_bits_again(target: str, spec: Spec, folder: Path) -> None:
+    problem = problems.random(spec, Sizes(1, 2, 1, 130, 150))
+
+    def results(op: AttentionOp) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in (problem.inputs.q, problem.inputs.k, problem.inputs.v)]
+        options = problem.inputs.options(problem.inputs.named)
+        out = op(*leaves, **options)
+        step = op.decode(problem.q_tail, *leaves[1:], **options)
+        return out, step, *torch.autograd.grad(out, leaves, problem.grad_out)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, *others = (results(op_of(spec, target, folder, seed, checked=seed == 0)) for seed in range(3))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize(("target", "kernel"), [("sm_90a", (3, 3)), ("sm_80", None)], ids=str)
+def test_tiles_that_no_row_sees_are_skipped(target: str, kernel: tuple[int, int] | None, folder: Path) -> None:
+    """Values, and gradients of outputs, are NaN there; probabilities of 0 would multiply them."""
+    n, chunk = 1200, 400
+    spec = Spec(kernel, 32, causal=False, visible=f"i // {chunk} == j // {chunk}")
+    op, problem = op_of(spec, target, folder, 0), problems.random(spec, Sizes(1, 1, 1, n, n))
+    inputs, options = problem.inputs, problem.inputs.options(problem.inputs.named)
+    outside = (torch.arange(n) - (n - 1) / 2).abs() - chunk / 2  # distance from the middle chunk; negative in it
+    far, inside = outside > 200, outside < -192  # rows and keys whose CTAs lie in the chunk
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    infinite = hidden.changed(inputs.v, far, None)
+    spoilt = op(inputs.q, inputs.k, infinite, **options)
+    assert spoilt[:, :, inside].isfinite().all()
+    assert not spoilt[:, :, far].isfinite().any()
+    grads = torch.autograd.grad(op(*leaves, **options), leaves, hidden.changed(problem.grad_out, far, None))
+    assert all(grad[:, :, inside].isfinite().all() for grad in grads)
+    assert not grads[2][:, :, far].isfinite().any()
+    length = torch.tensor([2 * chunk], dtype=torch.int32)
+    tail = inputs.q[:, :, : spec.cq]
+    assert op.decode(tail, inputs.k, infinite, **options, cache_seqlens=length, num_splits=2).isfinite().all()
 
 
 @pytest.mark.parametrize(("target", "spec"), [SM90, SM80], ids=case_id)

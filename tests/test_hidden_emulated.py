@@ -14,7 +14,7 @@ import torch
 from emulator import host_function, needs_compiler
 from hidden import Call
 from test_emulated_documents import results as results_of_documents
-from test_emulated_kernels import SM80, SM80_FULL, SM90, SM90_DROPOUT, SM90_ONE_TAP, case_id, dropout_of
+from test_emulated_kernels import SM80, SM80_FULL, SM90, SM90_DROPOUT, SM90_ONE_TAP, case_id, dropout_of, op_of
 from torch import Tensor
 
 from mtagen import plan
@@ -93,6 +93,40 @@ def failures(spec: Spec, results: Callable[[Call], dict[str, Tensor]]) -> list[s
 def test_training(target: str, spec: Spec, folder: Path) -> None:
     tile = plan(spec, target, "cuda").tile
     assert not failures(spec, training(spec, *(host_function(tile[name], folder) for name in ("forward", "backward"))))
+
+
+@pytest.mark.parametrize(
+    ("target", "spec"),
+    [
+        ("sm_90a", Spec((3, 3), 32, **problems.PREFIX)),
+        ("sm_80", Spec((6, 11), 32, causal=False, visible="i // 100 == j // 100")),
+    ],
+    ids=case_id,
+)
+def test_masks_in_tables(target: str, spec: Spec, folder: Path) -> None:
+    """Rows that do not see changed keys stay, as do gradients of what these rows see. A step stays, too."""
+    op, rows_of_mask = op_of(spec, target, folder, 0), 100
+    q, k, v, _ = call_of(spec)
+    weight, keys = weight_of(spec), torch.arange(N_K)
+    parameters = {"prefix": torch.tensor([70])} if spec.parameters else None
+    offset = N_K - N_Q
+    seeing = rows_of_mask - offset  # the first rows, which see no key from 100 on
+
+    def results(k: Tensor, v: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = op(*leaves, weight=weight, parameters=parameters)[:, :, :seeing]
+        grads = torch.autograd.grad(out.square().sum(), leaves)
+        lengths = torch.tensor([rows_of_mask], dtype=torch.int32)
+        step = op.decode(q[:, :, : spec.cq + 1], k, v, weight, cache_seqlens=lengths, parameters=parameters)
+        return [out, step, grads[0][:, :, :seeing], *(grad[:, :, :rows_of_mask] for grad in grads[1:])]
+
+    expected = results(k, v)
+    assert all(x.isfinite().all() and x.any() for x in expected)
+    for factor in (100.0, 10_000.0):
+        ours = results(*(hidden.changed(x, keys >= rows_of_mask, factor) for x in (k, v)))
+        assert all(map(torch.equal, ours, expected))
+    ours = results(hidden.changed(k, keys >= rows_of_mask, None), v)
+    assert all(map(torch.equal, ours[:2], expected))  # gradients multiply such keys by zeros
 
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_80"])

@@ -10,6 +10,7 @@ import torch
 from test_loops import BLOCKS, compiled, visited
 from test_visible import MASKS, Problem, pairs
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtagen.call import Call, Step
 from mtagen.ops import mask_tables
@@ -26,6 +27,22 @@ def call_of(problem: Problem, **others: Any) -> Call:
     slots = {f"parameter{number}": x for number, x in enumerate(problem.parameters.values())}
     fields = dict.fromkeys(Call._fields) | {name: problem.tensors[name] for name in "qkv"} | slots
     return Call(**fields | {"weight": problem.tensors.get("weight"), "scale": 1.0, "key": ""} | others)
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that start a kernel."""
+
+    VIEWS = ("expand", "unsqueeze", "view", "select", "slice", "transpose")
+
+    def __enter__(self) -> Operations:
+        self.names: list[str] = []
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        self.names += [name] * (name not in self.VIEWS)
+        return function(*args, **(kwargs or {}))
 
 
 def seen_by(first: Tensor, last: Tensor, n_k: int) -> Tensor:
@@ -61,6 +78,24 @@ def test_tables_of_a_batch(mask: str, sizes: tuple[int, int]) -> None:
         assert_rows_of_keys(seen[entry], first_rows[entry], end_rows[entry])
     short = mask_tables.of_call(problem.spec, call_of(problem), "forward")
     assert all(map(torch.equal, short, tables[:2]))
+
+
+@pytest.mark.parametrize(("mask", "most"), [("prefix", (14, 22)), ("chunks", (13, 21)), ("padding", (13, 21))])
+def test_a_call_starts_few_operations(mask: str, most: tuple[int, int]) -> None:
+    """Each takes some microseconds of a call, whatever its sizes; views take none of a GPU."""
+    problem = Problem(MASKS[mask] | {"kernel": None})
+    for pass_name, count in zip(("forward", "backward"), most, strict=True):
+        with Operations() as started:
+            mask_tables.of_call(problem.spec, call_of(problem), pass_name)
+        assert 0 < len(started.names) <= count, started.names
+
+
+def test_integers_that_int32_cannot_hold() -> None:
+    problem = Problem(MASKS["begins with a token"] | {"kernel": None}, 4, 4, batch=1)
+    problem.parameters["first"] = torch.tensor([[0, 2**32, -(2**32), 2**40 + 3]])
+    first, last = mask_tables.of_call(problem.spec, call_of(problem), "forward")
+    assert first.tolist() == [[0, 2**30, 0, 2**30]]
+    assert last.tolist() == [[0, -1, 2, -1]]
 
 
 @pytest.mark.parametrize("mask", [name for name in MASKS if name != "begins with a token"])

@@ -14,8 +14,6 @@ from typing import Any
 import jinja2
 
 from ..planner.cuda.score import score_function
-from ..planner.geometry.affine import N_K, Size
-from ..planner.geometry.mask import Comparison, Mask
 from ..planner.geometry.score import ScoreStage
 from ..planner.geometry.sequence import SEQUENCE
 from ..planner.kernel import Argument
@@ -23,11 +21,12 @@ from ..planner.plan import Plan
 from ..planner.strip.kernels import PROGRAMS
 from ..planner.strip.stages import PROBABILITY_SCALE, SCORE_SCALE
 from ..version import __version__
+from .cuda_masks import cuda_masks_of, hidden, visible
 from .expressions import c_expression, c_view
 from .host import allocate, codes, launch, options, together
 from .library import linked_cuda
-from .parameters import TileSums, learned
-from .printers import Source, c_code, python_code
+from .parameters import TileSums, learned, tables
+from .printers import c_code, python_code
 from .templates import environment, spaced
 
 WIDTH = 120  # columns of a line
@@ -49,8 +48,9 @@ def render(plan: Any) -> str:
             mask=mask,
             score=score_function(plan.spec),
             view_address=partial(c_view, packed=plan.spec.packed),
-            hidden=partial(_hidden, mask),
-            visible=partial(_visible, mask),
+            masks=cuda_masks_of(mask),
+            hidden=partial(hidden, mask),
+            visible=partial(visible, mask),
             sequence=SEQUENCE,
             version=__version__,
         )
@@ -70,6 +70,7 @@ def render_host(plan: Plan) -> str:
         "score": score_function(plan.spec),
         "sums": TileSums(ScoreStage.of(plan.spec), plan.spec.packed, "n_k"),
         "log2e": math.log2(math.e),
+        "tables": partial(tables, plan.spec),
         "learned": "".join(f", {name}" for name in learned(plan.spec)),
         "learned_gradients": "".join(f", d{name}" for name in learned(plan.spec)),
     }
@@ -121,26 +122,6 @@ def _filled(items: Iterable[str], indent: int) -> str:
     whole, margin = (item.replace(" ", "\0") for item in items), " " * indent
     filled = textwrap.fill(", ".join(whole), WIDTH - 2, initial_indent=margin, subsequent_indent=margin)
     return filled.replace("\0", " ")
-
-
-def _hidden(mask: Mask, position: str | tuple[str, str], key: str | tuple[str, str], *, n_k: Size | None = N_K) -> str:
-    """Return the condition that a key is hidden from the query at a position, or is past the keys.
-
-    For blocks, given by the first and the last position or key, it is the condition that some key
-    is hidden from some query. See :meth:`Mask.hidden`.
-    """
-    positions, keys = ([*map(Source, (x, x) if isinstance(x, str) else x)] for x in (position, key))
-    return " || ".join(map(_comparison, mask.hidden((positions[0], positions[1]), (keys[0], keys[1]), n_k=n_k)))
-
-
-def _visible(mask: Mask, position: str, key: str) -> str:
-    """Return the condition that the query at a position sees a key that exists."""
-    return " && ".join(map(_comparison, mask.visible(Source(position), Source(key)))) or "true"
-
-
-def _comparison(comparison: Comparison) -> str:
-    left, operator, right = comparison
-    return f"{c_code(left)} {operator} {c_code(right)}"
 
 
 def _asm_operands(first: int, count: int) -> str:

@@ -22,14 +22,12 @@ class _Rows(NamedTuple):
     Attributes:
         entries: the batch entry or document.
         positions: the position in the sequence.
-        keys: number of keys of the sequence.
-        begin: the sequence's first key among all keys of the row's axis.
+        keys: number of keys of the sequence; an int if all have as many.
     """
 
     entries: Tensor
     positions: Tensor
-    keys: Tensor
-    begin: Tensor
+    keys: Tensor | int
 
 
 def of_call(spec: Spec, call: Call, pass_name: str) -> list[Tensor]:
@@ -38,10 +36,10 @@ def of_call(spec: Spec, call: Call, pass_name: str) -> list[Tensor]:
         return []
     rows = _rows_of_batch(call) if call.documents is None else _rows_of_documents(call)
     first, last = _limits(spec, call, rows)
-    tables = [first, last]
-    if len(spec.tables(pass_name)) > len(tables):
-        tables += _rows_of_keys(call, rows, first, last)
-    return [x.flatten() if call.documents is not None else x for x in (x.to(torch.int32).contiguous() for x in tables)]
+    tables, of_keys = [first, last], len(spec.tables(pass_name)) > 2
+    if call.documents is None:
+        return tables + (_rows_of_keys(first, last, call.k.shape[2]) if of_keys else [])
+    return [x.flatten() for x in tables + (_rows_of_packed_keys(first, last, call) if of_keys else [])]
 
 
 def of_step(spec: Spec, step: Step) -> list[Tensor]:
@@ -54,16 +52,16 @@ def of_step(spec: Spec, step: Step) -> list[Tensor]:
         keys = step.cache_seqlens.clamp(0, capacity).to(torch.int64)[:, None]
     positions = keys - rows_of_step + torch.arange(rows_of_step, device=device)
     entries = torch.arange(batch, device=device)[:, None]
-    rows = _Rows(entries.expand_as(positions), positions, keys.expand_as(positions), torch.zeros_like(positions))
+    rows = _Rows(entries.expand_as(positions), positions, keys.expand_as(positions))
     first, last = _limits(spec, step, rows)
-    return [x.to(torch.int32).contiguous() for x in (first, torch.where(positions < 0, UNSEEING[1], last))]
+    return [first, last.masked_fill_(positions < 0, UNSEEING[1])]
 
 
 def _rows_of_batch(call: Call) -> _Rows:
     (batch, _, nq, _), nk, device = call.q.shape, call.k.shape[2], call.q.device
     positions = torch.arange(nk - nq, nk, device=device).expand(batch, nq)
     entries = torch.arange(batch, device=device)[:, None].expand(batch, nq)
-    return _Rows(entries, positions, torch.full_like(positions, nk), torch.zeros_like(positions))
+    return _Rows(entries, positions, nk)
 
 
 def _rows_of_documents(call: Call) -> _Rows:
@@ -75,45 +73,57 @@ def _rows_of_documents(call: Call) -> _Rows:
     keys = begin_k.diff()[document]
     positions = row - begin_q[document] + keys - begin_q.diff()[document]
     exists = row < begin_q[-1]
-    return _Rows(*(x[None] for x in (document, positions, torch.where(exists, keys, 0), begin_k[document])))
+    return _Rows(*(x[None] for x in (document, positions, torch.where(exists, keys, 0))))
 
 
-def _limits(spec: Spec, call: Call | Step, rows: _Rows) -> tuple[Tensor, Tensor]:
-    """Return the first and the last key of each row, counted in its sequence."""
+def _limits(spec: Spec, call: Call | Step, rows: _Rows) -> list[Tensor]:
+    """Return the first and the last key of each row, counted in its sequence, int32 and contiguous."""
+    positions = rows.positions
     arguments = zip(spec.learned_arguments, call.learned, strict=True)
     bounds = Bounds(spec, {argument.name: x for argument, x in arguments})
-    first, last = bounds.keys(rows.positions, rows.entries)
-    first = torch.zeros_like(rows.positions) if first is None else first.expand_as(rows.positions).clamp(min=0)
-    last = rows.keys - 1 if last is None else torch.minimum(last, rows.keys - 1)
+    first, last = bounds.keys(positions, rows.entries)
     if spec.left is not None:
-        first = torch.maximum(first, rows.positions - spec.left)
+        in_window = positions - spec.left
+        first = in_window if first is None else torch.maximum(first, in_window)
     if spec.right is not None:
-        last = torch.minimum(last, rows.positions + spec.right)
-    sees = first <= last
-    return torch.where(sees, first, UNSEEING[0]), torch.where(sees, last, UNSEEING[1])
+        in_window = positions + spec.right if spec.right else positions
+        last = in_window if last is None else torch.minimum(last, in_window)
+    first = torch.zeros_like(positions) if first is None else first.clamp(min=0)
+    if isinstance(rows.keys, int):
+        last = positions.new_full((), rows.keys - 1) if last is None else last.clamp(max=rows.keys - 1)
+    else:
+        last = rows.keys - 1 if last is None else torch.minimum(last, rows.keys - 1)
+    sees_none = first > last  # before int32, which has no room for all integers of parameters
+    tables = (x.expand_as(positions).to(torch.int32).contiguous() for x in (first, last))
+    return [x.masked_fill_(sees_none, unseeing) for x, unseeing in zip(tables, UNSEEING, strict=True)]
 
 
-def _rows_of_keys(call: Call, rows: _Rows, first: Tensor, last: Tensor) -> list[Tensor]:
-    """Return, for each key, the first row of its sequence that sees it or a later key, and the end of the rows that
-    see it or an earlier key.
+def _rows_of_keys(first: Tensor, last: Tensor, n_k: int) -> list[Tensor]:
+    """Return, for each of the keys ``0 .. n_k - 1``, the first row that sees it or a later key, and the end of the
+    rows that see it or an earlier key.
 
-    Keys of all sequences of an axis are numbered consecutively, so that one search serves packed documents.
+    Args:
+        first, last: the first and the last key of each row, int32 ``(B, rows)``.
     """
-    sees = last >= 0
-    latest = torch.where(sees, last + rows.begin, -1).cummax(-1).values
-    firsts = torch.where(sees, first + rows.begin, 2 * UNSEEING[0])
-    earliest = firsts.flip(-1).cummin(-1).values.flip(-1)
-    documents = call.documents
-    if documents is None:
-        keys = torch.arange(call.k.shape[2], device=first.device).expand(len(first), -1).contiguous()
-        return [
-            torch.searchsorted(latest, keys),
-            torch.searchsorted(earliest.contiguous(), keys, right=True),
-        ]
-    begin_q, begin_k = (cu_seq.to(torch.int64) for cu_seq in documents[:2])
-    keys = torch.arange(len(call.k), device=first.device)
-    document = document_of(begin_k, keys)
-    first_row = torch.searchsorted(latest[0], keys) - begin_q[document]
-    end_row = torch.searchsorted(earliest[0].contiguous(), keys, right=True) - begin_q[document]
-    lengths = begin_q.diff()[document]
-    return [torch.minimum(x.clamp(min=0), lengths) for x in (first_row, end_row)]
+    keys = torch.arange(n_k, dtype=torch.int32, device=first.device).expand(len(first), -1).contiguous()
+    latest = last.cummax(-1).values
+    earliest = first.flip(-1).cummin(-1).values.flip(-1)
+    return [
+        torch.searchsorted(latest, keys, out_int32=True),
+        torch.searchsorted(earliest, keys, right=True, out_int32=True),
+    ]
+
+
+def _rows_of_packed_keys(first: Tensor, last: Tensor, call: Call) -> list[Tensor]:
+    """Return the same for each key of packed documents, with rows counted in its document.
+
+    Keys of all documents are numbered consecutively, so that one search serves all.
+    """
+    assert call.documents is not None, "the call is one of packed documents"
+    begin_q, begin_k = call.documents[:2]
+    begin = begin_k[document_of(begin_q, torch.arange(len(call.q), dtype=torch.int32, device=first.device))]
+    sees_none = last < 0
+    first, last = (first + begin).masked_fill_(sees_none, UNSEEING[0]), (last + begin).masked_fill_(sees_none, -1)
+    document = document_of(begin_k, torch.arange(len(call.k), dtype=torch.int32, device=first.device))
+    before, lengths = begin_q[document], begin_q.diff()[document]
+    return [torch.minimum((x - before).clamp(min=0), lengths) for x in _rows_of_keys(first, last, len(call.k))]

@@ -68,9 +68,9 @@ def lowerings(backend: str, spec: Spec) -> Mapping[str, Lowering]:
     if backend not in GENERATED:
         return {"tiled ops": torch_ops}
     strips = {"strip": strip.LOWERINGS[backend]}
-    if not spec.is_fusible:
-        return strips
-    return {"tile": tile, **strips} if backend == "cuda" else {"lift": lift}
+    if backend == "cuda":
+        return {"tile": tile, **strips} if spec.is_fusible else strips
+    return {"lift": lift} if spec.is_liftable else strips
 
 
 def candidates(backend: str, pass_name: str, spec: Spec, target: Target) -> Sequence[PassPlan]:
@@ -279,7 +279,7 @@ def cuda_over_triton(cuda: PassPlan, triton: PassPlan, tables: Sequence[Table]) 
         measured = {**{shape: ratio for shape, ratio in shapes.items() if not shape.stages}, **measured}
     if not spec.is_fusible:
         return strip.cuda_over_triton(pass_name, spec)
-    if cuda.lowering == "strip":
+    if "strip" in (cuda.lowering, triton.lowering):
         return cuda.cost / triton.cost, "by the cost models"
     work = _work_ratio(pass_name, (spec.cq, spec.ck), spec.head_dim, spec.value_head_dim)
     if not measured:

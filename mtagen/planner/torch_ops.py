@@ -63,7 +63,7 @@ def flop_per_score(pass_name: str, spec: Spec) -> int:
     """Return the flop per (row, key) pair of a training pass: that of Triton's kernels of the same
     lowering.
     """
-    if spec.is_fusible:
+    if spec.is_liftable:
         return lift.flop_per_score(pass_name, spec)
     return strip.LOWERINGS["triton"].flop_per_score(pass_name, spec)
 

@@ -249,6 +249,16 @@ inline bool __any_sync(u32, bool x) {
   return x;
 }
 
+inline int __reduce_min_sync(u32, int x) {
+  emulator::together("__reduce_min_sync", x, [](auto all) {
+    int least = *all[0];
+    for (int i = 1; i < 32; ++i) least = std::min(least, *all[i]);
+    for (int i = 0; i < 32; ++i) *all[i] = least;
+  });
+  return x;
+}
+inline int __reduce_max_sync(u32, int x) { return -__reduce_min_sync(~0u, -x); }
+
 // ---- Shared memory -----------------------------------------------------------------------------------------------
 
 namespace emulator {

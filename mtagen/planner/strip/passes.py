@@ -110,7 +110,7 @@ class StripPass(PassPlan):
             PlanError: there is no kernel, a tile does not fit, or some kernels are Triton's.
         """
         kernels = self.kernels  # raises if there is none, or if a tile does not fit
-        if self.spec.is_fusible:
+        if self.spec.is_liftable:
             dense = replace(self, spec=replace(self.spec, packed=False))
             roles = [kernel.role for kernel in (dense.kernels if self.spec.packed else kernels)]
             if missing := [role for role in roles if role not in dense.cuda]:
@@ -240,7 +240,7 @@ class StripLowering:
         if spec.visible is not None and self.backend != "triton":
             rule = f"{self.backend} has no kernels for it"
             raise PlanError(explain("visible", spec.visible, rule, "backend='triton', or backend='torch'"))
-        if spec.is_fusible and (pass_name != "backward" or not spec.kernel):
+        if spec.is_liftable and (pass_name != "backward" or not spec.kernel):
             rule = "the strip lowering replaces only the fused backward pass of a convolution"
             raise PlanError(explain("pass", pass_name, rule, "backend='triton'"))
         check_pages(spec, "strip")

@@ -202,7 +202,7 @@ class Stages:
         The forward pass may be a fused kernel, which rounds scores differently, so that rows would
         not sum to 1.
         """
-        return self.mixes_after_alone or self.spec.is_fusible
+        return self.mixes_after_alone or self.spec.is_liftable
 
     @property
     def fused_post_mix(self) -> bool:

@@ -219,6 +219,7 @@ class TileBackward(TilePass):
             *reads("Element", "q", "k", "v", "grad_out"),
             *reads("float", "weight"),
             *parameters(spec),
+            *self.tables,
             *reads("float", "row_lse", "row_dot"),
             *layout.documents,
             *writes("float", "dq_sum"),

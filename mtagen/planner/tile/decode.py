@@ -20,11 +20,11 @@ so that the windows of a tile end inside it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import sympy
-from sympy import Expr, ceiling
+from sympy import Expr, Min, ceiling
 
 from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
@@ -40,10 +40,12 @@ from ..sizes import BATCH, GROUP, HEADS, KV_HEADS, N_NEW, SPLITS
 from ..splits import SplitRule, split_keys, split_rule
 from ..targets import RESERVED_SHARED, Target, get_target
 from .combine import Combine
+from .loops import END_SEEN, FIRST_SEEN
 from .passes import TilePass
 from .supported import check_supported
 
-_FIRST_POSITION = sympy.Symbol("first_position", integer=True)  # position of the first new token, in the template
+# Names in the template: the position of the first new token, and the number of keys in use.
+_FIRST_POSITION, _LENGTH = sympy.symbols("first_position length", integer=True)
 # For each kernel: upper limits of a CTA's query heads and of its pairs (query head, new token), and its warps.
 _KERNELS = ((1, 8, 4), (4, 8, 4), (8, 16, 8))
 _HEAD_ROWS = 6  # query rows per head if a CTA takes several heads: one new token with cq = 6
@@ -132,6 +134,7 @@ class DecodeTile:
         outputs = self.warps * self.pairs * self.spec.value_head_dim * 4
         return SharedMap.of(
             (
+                ("RANGES", 8 * table_rows(self.spec), 16),  # first, so that it lies at the same place in all kernels
                 ("RING", max(self.stages * self.ring_tile, outputs), 16),
                 ("Q", self.rows * (2 * self.spec.head_dim + 16), 16),
                 ("TOEPLITZ", self.heads * convolution_steps(self.spec) * 256, 16),
@@ -241,7 +244,22 @@ class TileDecode(TilePass):
     @property
     def key_begin(self) -> Expr:
         """First key that any new token sees, in the template's names."""
+        if self.mask.is_tabulated:
+            return Min(FIRST_SEEN, END_SEEN)
         return self.mask.begin(_FIRST_POSITION)
+
+    @property
+    def key_end(self) -> Expr:
+        """End of the keys that are split, in the template's names: of those in use, or of those that tables name."""
+        return END_SEEN if self.mask.is_tabulated else _LENGTH
+
+    @property
+    def table_rows(self) -> int:
+        """Number of rows that shared memory has room for in the mask's tables: a power of two, or 0 without tables.
+
+        A row's place is its position modulo this number.
+        """
+        return table_rows(self.spec)
 
     @property
     def split_keys(self) -> Expr:
@@ -275,6 +293,7 @@ class TileDecode(TilePass):
             *reads("float", "weight", restrict=False),
             *sink(self.spec, restrict=False),
             *parameters(self.spec, restrict=False),
+            *(replace(table, restrict=False) for table in self.tables),
             *reads("int", "seqlens", restrict=False, optional=True),
             *self.cache.cuda_arguments,
             *writes("Element", "out", restrict=False),
@@ -316,6 +335,12 @@ class TileDecode(TilePass):
 def window_chunks(spec: Spec) -> int:
     """Return the number of chunks of 8 columns that 8 neighbouring outputs read."""
     return -(-(spec.ck + CHUNK - 1) // CHUNK)
+
+
+def table_rows(spec: Spec) -> int:
+    """Return the rows of a head, rounded up to a power of two, if the mask has tables; else 0."""
+    rows = spec.cq - 1 + MAX_NEW_TOKENS
+    return 1 << (rows - 1).bit_length() if Mask.of(spec).is_tabulated else 0
 
 
 def convolution_steps(spec: Spec) -> int:

@@ -186,10 +186,11 @@ class TileForward(TilePass):
         The next warpgroup then reads zeros for the rows of the one that left. That is right if a
         convolution counts hidden scores as zeros, but not if the row of the output decides which
         terms are hidden. The others go on for no more tiles than are loaded ahead, so that none
-        waits for the warpgroup that left. Two warpgroups gain less than three, so only three leave.
-        With dropout, and with a single tap, the last steps would spill registers.
+        waits for the warpgroup that left. If the mask has tables, it could be any number of tiles.
+        Two warpgroups gain less than three, so only three leave. With dropout, and with a single
+        tap, the last steps would spill registers.
         """
-        zeros = self.mask.hides_later and not self.mask.zeroes_terms
+        zeros = self.mask.hides_later and not (self.mask.zeroes_terms or self.mask.is_tabulated)
         ahead = 16 * (self.warps - 4) <= self.stages * self.keys
         fits = self.slab.count > 0 and not self.dropout_bits
         return self.hopper and zeros and ahead and fits and self.warps == 12
@@ -216,6 +217,7 @@ class TileForward(TilePass):
             *reads("float", "weight"),
             *(() if self.splits else sink(self.spec)),
             *parameters(self.spec),
+            *self.tables,
             *layout.documents,
             *self.results,
             *layout.strides("q", "k", "v"),

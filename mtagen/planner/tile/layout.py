@@ -17,6 +17,8 @@ from ..kernel import Argument, numbers, reads, strides
 from ..sizes import BATCH, DOCUMENTS, HEADS, TOTAL_K, TOTAL_Q
 from ..targets import GRID_YZ
 
+# Names of structs: the batch entry, and a document's first query and key.
+_ENTRY, _DOCUMENT_QUERY, _DOCUMENT_KEY = sympy.symbols("b q0 k0", integer=True, nonnegative=True)
 LAYERS = sympy.Symbol("layers", integer=True, positive=True)  # layers of blocks along z of a grid
 
 
@@ -127,6 +129,16 @@ class Layout:
     def places(self) -> tuple[Argument, ...]:
         """The arguments that say where sequences lie, as the struct takes them."""
         return self.documents or self.lengths
+
+    @property
+    def first_query(self) -> Expr:
+        """First query of a sequence among those of the batch or of all documents, in the struct's names."""
+        return _DOCUMENT_QUERY if self.packed else _ENTRY * N_Q
+
+    @property
+    def first_key(self) -> Expr:
+        """The same of keys."""
+        return _DOCUMENT_KEY if self.packed else _ENTRY * N_K
 
     @property
     def row_places(self) -> tuple[Argument, ...]:

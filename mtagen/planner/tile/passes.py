@@ -9,6 +9,7 @@ from functools import cache, cached_property
 
 from ...errors import PlanError, explain
 from ...spec import Spec
+from ..kernel import Argument, reads
 from ..passes import Fields, PassPlan, describe
 from ..targets import Target, get_target
 from .layout import Layout
@@ -35,6 +36,16 @@ class TilePass(PassPlan):
     def sequence(self) -> str:
         """The struct of a CTA's sequence."""
         return self.layout.sequence
+
+    @property
+    def tables(self) -> tuple[Argument, ...]:
+        """Pointers to the mask's tables; none if the mask is a window."""
+        return reads("int", *(table.name for table in self.spec.tables(self.pass_name)))
+
+    @property
+    def places(self) -> tuple[Argument, ...]:
+        """The arguments that say where sequences lie and what their rows see, as the struct takes them."""
+        return (*self.layout.places, *self.tables)
 
     @property
     def cuda(self) -> Mapping[str, TilePass]:

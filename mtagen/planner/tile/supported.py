@@ -17,7 +17,7 @@ def check_supported(spec: Spec, target: Target) -> None:
         PlanError: the dtype, the target, the head dims or the filter is out of range.
     """
     check_convolves_only(spec, "cuda")
-    check_learned(spec, "tile", ("parameters", "sink"))
+    check_learned(spec, "tile", ("visible", "parameters", "sink"))
     check_backend(spec, target)
     for name in ("head_dim", "value_head_dim"):
         if getattr(spec, name) % 16:

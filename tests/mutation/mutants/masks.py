@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..mutant import TRITON, Mutant
+from ..mutant import CUDA, EMULATED, TRITON, Mutant
 
 BOUNDS, TABLES = "mtagen/expressions/bounds.py", "mtagen/ops/mask_tables.py"
 TESTS, INTERPRETED = "tests/test_visible.py", "tests/interpreter/test_visible.py"
@@ -59,7 +59,7 @@ MUTANTS = (
     Mutant(
         "mask-tables-without-the-window",
         TABLES,
-        "first = torch.maximum(first, rows.positions - spec.left)",
+        "first = in_window if first is None else torch.maximum(first, in_window)",
         "pass",
         "Kernels see keys before the window.",
         (f"{INTERPRETED}::test_batch",),
@@ -67,8 +67,8 @@ MUTANTS = (
     Mutant(
         "mask-rows-of-keys-by-the-last-row",
         TABLES,
-        "latest = torch.where(sees, last + rows.begin, -1).cummax(-1).values",
-        "latest = torch.where(sees, last + rows.begin, -1)",
+        "latest = last.cummax(-1).values",
+        "latest = last",
         "Gradients of keys lack rows that see them, if later rows see fewer keys.",
         (f"{INTERPRETED}::test_batch",),
     ),
@@ -95,5 +95,61 @@ MUTANTS = (
         "positions = keys - 1 - torch.arange(rows_of_step, device=device)",
         "A step's rows have the masks of others.",
         (f"{INTERPRETED}::test_batch",),
+    ),
+    Mutant(
+        "mask-in-cuda-begins-without-the-filter",
+        "mtagen/planner/tile/loops.py",
+        "Min(FIRST_SEEN - self.spec.pad_left, END_SEEN)",
+        "Min(FIRST_SEEN + 8, END_SEEN)",
+        "Keys are skipped that the filter of a CTA's first rows reads, or that they see.",
+        (f"{EMULATED}::test_masks_in_tables",),
+    ),
+    Mutant(
+        "mask-in-cuda-of-the-first-rows-of-lanes",
+        f"{CUDA}/key_ranges.cuh",
+        "return ranges.of(row + 2 * (lane >> 2) + r, key0);",
+        "return ranges.of(row + 2 * (lane >> 2), key0);",
+        "Odd rows see what the rows above them see.",
+        (f"{EMULATED}::test_masks_in_tables",),
+    ),
+    Mutant(
+        "mask-in-cuda-checked-by-the-row-that-sees-most",
+        f"{CUDA}/key_ranges.cuh",
+        "first_of_all = __reduce_max_sync(~0u, exists ? keys.first : -(1 << 30));",
+        "first_of_all = __reduce_min_sync(~0u, exists ? keys.first : 1 << 30);",
+        "A tile is not checked if its first key is hidden from some rows of a warp only.",
+        (f"{EMULATED}::test_masks_in_tables",),
+    ),
+    Mutant(
+        "mask-in-cuda-rows-end-with-the-first-column",
+        f"{CUDA}/backward_cta.j2",
+        "end_row = end_row_of(c0 + KEYS - 1);",
+        "end_row = end_row_of(c0);",
+        "Gradients lack rows that see later keys of a CTA only.",
+        (f"{EMULATED}::test_masks_in_tables",),
+    ),
+    Mutant(
+        "mask-in-cuda-columns-before-the-last",
+        f"{CUDA}/backward_cta.j2",
+        "~before(keys.last + 1)",
+        "~before(keys.last)",
+        "The backward pass hides the last key of each row.",
+        (f"{EMULATED}::test_masks_in_tables",),
+    ),
+    Mutant(
+        "mask-in-cuda-skips-no-key",
+        f"{CUDA}/output_tile.j2",
+        "const int first_seen = seen.first;",
+        "const int first_seen = 0;",
+        "CTAs compute tiles before the first key that their rows see.",
+        (f"{EMULATED}::test_tiles_that_no_row_sees_are_skipped",),
+    ),
+    Mutant(
+        "mask-in-cuda-steps-of-later-rows",
+        f"{CUDA}/decode_work.j2",
+        "const KeysSeen seen(ranges, CQ - 1, head_rows, threadIdx.x & 31);",
+        "const KeysSeen seen(ranges, 0, head_rows - 1, threadIdx.x & 31);",
+        "A step ends with the keys that earlier queries see.",
+        (f"{EMULATED}::test_masks_in_tables",),
     ),
 )
