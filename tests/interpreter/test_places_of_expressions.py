@@ -59,6 +59,20 @@ IN_A_WINDOW: dict[str, dict[str, Any]] = {
     "before the mixture": {"kernel": None, "mixed_heads": 2, "convolved": problems.OF_PLACES},
     "everywhere": ALL_STAGES | {"scores": problems.OF_PLACES, "convolved": problems.OF_PLACES, "logits": "s + j / 32"},
 }
+# Expressions that read parameters, by what an entry of them counts, and the parameters.
+READING: dict[str, tuple[str, dict[str, str]]] = {
+    "heads": ("tanh(s * t[h])", {"t": "h"}),
+    "a table": ("s + table[h, max(0, min(5, i - j + 2))]", {"table": "h,6"}),
+    "keys": ("s + u[b, h, j]", {"u": "b,h,j"}),
+    "keys of all heads": ("s * u[b, j]", {"u": "b,j"}),
+    "rows": ("s * u[b, h, i] + 1", {"u": "b,h,i"}),
+    "pairs": ("s + pair[b, i, j]", {"pair": "b,i,j"}),
+    "batch entries": ("s * t[b] + u[b, h]", {"t": "b", "u": "b,h"}),
+}
+OF_HEADS_AND_TOKENS = {
+    "text": "s * t[h] + table[h, max(0, min(5, i - j + 2))] + u[b, h, i] - u[b, h, j]",
+    "parameters": {"t": "h", "table": "h,6", "u": "b,h,j"},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -140,13 +154,11 @@ def test_parameters_of_logits(backend: str, parameters: dict[str, str], folder: 
 
 
 @pytest.mark.parametrize("place", ["scores", "convolved"])
-@pytest.mark.parametrize("backend", ["triton", "cuda"])
-def test_other_parameters_are_refused(backend: str, place: str) -> None:
-    spec = Spec(head_dim=16, parameters={"t": "h"}, **ALL_STAGES, **{place: "s * t[h]"})
-    with pytest.raises(PlanError, match=f"for logits only, and here {place} reads them") as refused:
-        plan(spec, "sm_90a", backend)
-    assert "backend='torch'" in str(refused.value)
-    assert plan(spec, "sm_90a", "torch").backend == "torch"
+@pytest.mark.parametrize(("text", "parameters"), READING.values(), ids=READING)
+def test_parameters(place: str, text: str, parameters: dict[str, str], folder: Path) -> None:
+    """Two blocks of rows, and heads that do not exist."""
+    op = op_of(made("triton", folder, **ALL_STAGES, **{place: text}, parameters=parameters))
+    assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, Sizes(2, 4, 2, 17, 33)))
 
 
 @pytest.mark.parametrize("lowering", [lift, tile], ids=["lift", "tile"])

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from sympy import Min, ceiling
 
 from ...errors import PlanError, explain
-from ...spec import MAX_NEW_TOKENS, Spec
+from ...spec import EXPRESSIONS, MAX_NEW_TOKENS, Spec
 from ..geometry.affine import N_Q, Size
 from ..geometry.mask import Mask
-from ..geometry.score import ScoreStage
+from ..geometry.score import ScoreStage, views_of
 from ..kernel import Argument, Kernel, numbers
 from ..lift.kernels import AXES, pointers, strided, tiled
 from ..lift.tiling import block_dim
@@ -35,6 +35,7 @@ PRODUCT_TILES = (
 NARROW_PRODUCT_TILES = ((128, 128, 3, 8), *PRODUCT_TILES)  # tiles for head dims up to 64
 DECODE_PRODUCT_TILES = ((128, 4), (128, 3), (128, 2), (128, 1), (64, 2), (64, 1), (32, 1))  # keys and stages
 PRODUCT_CHUNK = 512  # keys of a program
+SUM_CHUNK = 4096  # keys of a program that has partial sums of gradients of parameters
 CONVOLUTION_ROWS, CONVOLUTION_CHUNK = 128, 512
 CONVOLUTION_KEYS = (32, 16)  # keys of a convolution's tile; the first that fits shared memory is taken
 GRADIENT_ROWS, GRADIENT_KEYS = 64, 64  # tile of the gradient of a convolution's weight
@@ -85,10 +86,11 @@ class _Maker:
     def __init__(self, spec: Spec, target: str) -> None:
         self._spec, self._target, self._stages = spec, target, Stages(spec)
         self._by_descriptor = by_descriptor(spec, target)
-        self._score = ScoreStage.of(spec)
+        self._score, *of_rows = (ScoreStage.of(spec, place) for place in EXPRESSIONS)
+        self._row_sums = tuple(x.name for stage in of_rows for x in stage.sums)
         self._sink = ("sink",) if spec.sink else ()
-        self._parameters = tuple(view.argument for view in self._score.views)
-        self._tokens = ("tokens",) if self._score.views else ()
+        self._parameters = tuple(view.argument for view in views_of(spec, *EXPRESSIONS[1:]))
+        self._tokens = ("tokens",) if self._parameters else ()
 
     def forward(self) -> Iterator[Kernel]:
         stages = self._stages
@@ -170,7 +172,7 @@ class _Maker:
         partials = (
             *(("mix_partial",) if stages.mix else ()),
             *(("post_mix_partial",) if stages.fused_post_mix else ()),
-            *(f"{x.name}_partial" for x in self._score.sums),
+            *(f"{name}_partial" for name in self._row_sums),
             *(("minus_dot",) if spec.sink else ()),
         )
         weights = (*self._weights(), *(self._sink if stages.normalizes_again else ()), *self._parameters)
@@ -178,8 +180,8 @@ class _Maker:
         yield self._rows("softmax_backward", names, stages.heads, Min(PROGRAMS, COUNT), valid, programs=True)
         if stages.convolution:
             yield from self._adjoints(stages.convolution)
-        if stages.has_score_slopes:
-            yield self._product("score_slopes", spec.head_dim)
+        if stages.has_scores_backward:
+            yield self._product("scores_backward", spec.head_dim)
         if spec.packed:
             yield self._contraction("grad_values", spec.value_head_dim, over_rows=True)
             yield self._contraction("grad_queries", spec.head_dim)
@@ -238,7 +240,8 @@ class _Maker:
             tiles = [(decode_rows, *tile, 4) for tile in DECODE_PRODUCT_TILES]
         else:
             tiles = [*(NARROW_PRODUCT_TILES if width <= 64 else PRODUCT_TILES)]
-        rows, keys, stages, warps = self._fitting(width, tiles, reads_plane=role == "score_slopes")
+        rows, keys, stages, warps = self._fitting(width, tiles, reads_plane=role == "scores_backward")
+        chunk = SUM_CHUNK if role == "scores_backward" and self._score.sums else PRODUCT_CHUNK
         return self._make(
             role,
             (
@@ -250,11 +253,24 @@ class _Maker:
                 *numbers("float", "factor"),
                 *self._first_key(role),
                 *self._dropout(role),
+                *self._learned(role),
             ),
-            (self._tiles(rows, PRODUCT_CHUNK),),
-            {"BLOCK_M": rows, "BLOCK_N": keys, "CHUNK": PRODUCT_CHUNK, "D": block_dim(width)},
+            (self._tiles(rows, chunk),),
+            {"BLOCK_M": rows, "BLOCK_N": keys, "CHUNK": chunk, "D": block_dim(width)},
             warps=warps,
             stages=stages,
+        )
+
+    def _learned(self, role: str) -> tuple[Argument, ...]:
+        """Return the parameters that the kernel of a product reads, and its sums of their gradients."""
+        if role == "grad_shares" or not self._score.views:
+            return ()
+        sums = self._score.sums if role == "scores_backward" else ()
+        kinds = {x.kind for x in sums}
+        sizes = {"n_q": {"row"}, "row_blocks": {"head", "key", "table"}, "key_chunks": {"head", "row", "table"}}
+        return (
+            *pointers(*(view.argument for view in self._score.views), *(f"{x.name}_partial" for x in sums)),
+            *numbers("int32", "tokens", *(name for name, of in sizes.items() if kinds & of)),
         )
 
     def _windows(self, plane: str) -> Argument:
@@ -379,7 +395,7 @@ class _Maker:
         Kernels for packed documents and decode steps compute it themselves.
         """
         known = self._spec.packed or role.startswith("decode_") or role in self._stages.dropping
-        if role in ("scores", "score_slopes"):
+        if role in ("scores", "scores_backward"):
             needs = self._stages.products_place_keys
         else:
             needs = self._stages.places_keys and role in ("softmax", "probabilities", "softmax_backward")
