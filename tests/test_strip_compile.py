@@ -87,7 +87,7 @@ def test_hopper_with_functions_of_scores() -> None:
     """Products apply a function to tiles, and multiply tiles of a plane by its slope; rows apply one, too."""
     functions = {"scores": "3 * tanh(s / 3)", "convolved": "s * log(i + 2) / 4", "logits": "50 * tanh(s / 50)"}
     spec = Spec(head_dim=128, **EVERYTHING, **functions)
-    used = compiled(spec, "sm_90a", "strip_scores", "score_slopes", "softmax", "probabilities")
+    used = compiled(spec, "sm_90a", "strip_scores", "scores_backward", "softmax", "probabilities")
     assert_fits(used, "sm_90a", FUNCTIONS_STACK)
 
 

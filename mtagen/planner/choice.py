@@ -68,9 +68,20 @@ def lowerings(backend: str, spec: Spec) -> Mapping[str, Lowering]:
     if backend not in GENERATED:
         return {"tiled ops": torch_ops}
     strips = {"strip": strip.LOWERINGS[backend]}
-    if not spec.is_fusible:
+    if why_unfused(spec):
         return strips
     return {"tile": tile, **strips} if backend == "cuda" else {"lift": lift}
+
+
+def why_unfused(spec: Spec) -> str:
+    """Return the reason why no kernel can fuse a pass of a spec; empty if one may."""
+    if spec.is_fusible:
+        return ""
+    if not spec.convolves_only:
+        return "fused kernels have no stage but a convolution before the softmax"
+    if spec.scores:
+        return "scores changes scores before the convolution, and fused kernels convolve scores as they are"
+    return "visible is no window, and fused kernels convolve in windows only"
 
 
 def candidates(backend: str, pass_name: str, spec: Spec, target: Target) -> Sequence[PassPlan]:

@@ -137,6 +137,11 @@ class ScoreFunction:
         """Whether the value of a score depends on its position or key."""
         return bool(self.modify.free_symbols & {POSITION, KEY, DISTANCE})
 
+    @property
+    def loads_entries(self) -> bool:
+        """Whether each score, and not only each head, loads entries of parameters."""
+        return bool(self.modify.has(Entry))
+
     def symbols(self, expr: Expr) -> list[tuple[int, Symbol]]:
         """Return the head, the views and the parts that one of the functions names, with their numbers.
 

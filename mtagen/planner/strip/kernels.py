@@ -35,6 +35,7 @@ PRODUCT_TILES = (
 NARROW_PRODUCT_TILES = ((128, 128, 3, 8), *PRODUCT_TILES)  # tiles for head dims up to 64
 DECODE_PRODUCT_TILES = ((128, 4), (128, 3), (128, 2), (128, 1), (64, 2), (64, 1), (32, 1))  # keys and stages
 PRODUCT_CHUNK = 512  # keys of a program
+LOADING_ROWS = 64  # most rows of a product whose function loads entries of parameters, which takes registers
 SUM_CHUNK = 4096  # keys of a program that has partial sums of gradients of parameters
 CONVOLUTION_ROWS, CONVOLUTION_CHUNK = 128, 512
 CONVOLUTION_KEYS = (32, 16)  # keys of a convolution's tile; the first that fits shared memory is taken
@@ -240,6 +241,8 @@ class _Maker:
             tiles = [(decode_rows, *tile, 4) for tile in DECODE_PRODUCT_TILES]
         else:
             tiles = [*(NARROW_PRODUCT_TILES if width <= 64 else PRODUCT_TILES)]
+            if role != "grad_shares" and self._score.function.loads_entries:
+                tiles = [tile for tile in tiles if tile[0] <= LOADING_ROWS]
         rows, keys, stages, warps = self._fitting(width, tiles, reads_plane=role == "scores_backward")
         chunk = SUM_CHUNK if role == "scores_backward" and self._score.sums else PRODUCT_CHUNK
         return self._make(
