@@ -11,7 +11,17 @@ from typing import Any
 from ..errors import PlanError, SpecError, check_choice, explain
 from ..spec import Spec
 from . import torch_ops
-from .choice import BACKENDS, GENERATED, Backend, Choice, PlannedPass, choose_backends, lowerings, plan_pass, why_unfused
+from .choice import (
+    BACKENDS,
+    GENERATED,
+    Backend,
+    Choice,
+    PlannedPass,
+    choose_backends,
+    lowerings,
+    plan_pass,
+    why_unfused,
+)
 from .geometry.mask import Mask
 from .geometry.stencil import pipeline_stencil
 from .lift.passes import LiftPass

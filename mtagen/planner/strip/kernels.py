@@ -45,7 +45,8 @@ GRADIENT_CHUNK = 2048  # keys of a program of that gradient
 SPLIT = 1024  # keys of a split in decode
 OUTPUT_ROWS = 32  # rows of a block of outputs that are mixed
 VALUE_ROWS, VALUE_KEYS = 16, 64  # tile of the product of a decode step's probabilities with values
-ROW_KEYS, BACKWARD_ROW_KEYS = 256, 128  # keys of a tile of rows of 16 heads
+# Keys of a tile of rows of 16 heads, and of kernels that hold gradients, or entries of parameters, of a tile.
+ROW_KEYS, NARROW_ROW_KEYS = 256, 128
 
 # Tiles of products of planes with rows of packed documents: rows (or keys) of the result, of the sum, stages, warps.
 CONTRACTION_TILES = (
@@ -89,6 +90,7 @@ class _Maker:
         self._by_descriptor = by_descriptor(spec, target)
         self._score, *of_rows = (ScoreStage.of(spec, place) for place in EXPRESSIONS)
         self._row_sums = tuple(x.name for stage in of_rows for x in stage.sums)
+        self._rows_load_entries = any(stage.function.loads_entries for stage in of_rows)
         self._sink = ("sink",) if spec.sink else ()
         self._parameters = tuple(view.argument for view in views_of(spec, *EXPRESSIONS[1:]))
         self._tokens = ("tokens",) if self._parameters else ()
@@ -381,10 +383,11 @@ class _Maker:
         programs: bool = False,
     ) -> Kernel:
         block = block_of(heads)
+        holds_more = programs or (self._rows_load_entries and "post_mix" not in role)
         constants = {
             "HEADS": heads,
             "BLOCK_H": block,
-            "BLOCK_N": row_keys(heads, BACKWARD_ROW_KEYS if programs else ROW_KEYS),
+            "BLOCK_N": row_keys(heads, NARROW_ROW_KEYS if holds_more else ROW_KEYS),
         }
         dropout = self._dropout(role, *_KEEP_SCALE)
         arguments = (*pointers(*tensors), *self._strip("n_heads", "b0"), *more, *self._first_key(role), *dropout)
