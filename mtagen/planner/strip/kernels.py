@@ -88,7 +88,7 @@ class _Maker:
     def __init__(self, spec: Spec, target: str) -> None:
         self._spec, self._target, self._stages = spec, target, Stages(spec)
         self._by_descriptor = by_descriptor(spec, target)
-        self._score, *of_rows = (ScoreStage.of(spec, place) for place in EXPRESSIONS)
+        self._of_scores, *of_rows = (ScoreStage.of(spec, place) for place in EXPRESSIONS)
         self._row_sums = tuple(x.name for stage in of_rows for x in stage.sums)
         self._rows_load_entries = any(stage.function.loads_entries for stage in of_rows)
         self._sink = ("sink",) if spec.sink else ()
@@ -243,10 +243,10 @@ class _Maker:
             tiles = [(decode_rows, *tile, 4) for tile in DECODE_PRODUCT_TILES]
         else:
             tiles = [*(NARROW_PRODUCT_TILES if width <= 64 else PRODUCT_TILES)]
-            if role != "grad_shares" and self._score.function.loads_entries:
+            if role != "grad_shares" and self._of_scores.function.loads_entries:
                 tiles = [tile for tile in tiles if tile[0] <= LOADING_ROWS]
         rows, keys, stages, warps = self._fitting(width, tiles, reads_plane=role == "scores_backward")
-        chunk = SUM_CHUNK if role == "scores_backward" and self._score.sums else PRODUCT_CHUNK
+        chunk = SUM_CHUNK if role == "scores_backward" and self._of_scores.sums else PRODUCT_CHUNK
         return self._make(
             role,
             (
@@ -268,13 +268,13 @@ class _Maker:
 
     def _learned(self, role: str) -> tuple[Argument, ...]:
         """Return the parameters that the kernel of a product reads, and its sums of their gradients."""
-        if role == "grad_shares" or not self._score.views:
+        if role == "grad_shares" or not self._of_scores.views:
             return ()
-        sums = self._score.sums if role == "scores_backward" else ()
+        sums = self._of_scores.sums if role == "scores_backward" else ()
         kinds = {x.kind for x in sums}
         sizes = {"n_q": {"row"}, "row_blocks": {"head", "key", "table"}, "key_chunks": {"head", "row", "table"}}
         return (
-            *pointers(*(view.argument for view in self._score.views), *(f"{x.name}_partial" for x in sums)),
+            *pointers(*(view.argument for view in self._of_scores.views), *(f"{x.name}_partial" for x in sums)),
             *numbers("int32", "tokens", *(name for name, of in sizes.items() if kinds & of)),
         )
 

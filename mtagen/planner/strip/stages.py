@@ -233,7 +233,9 @@ class Stages:
 
     @property
     def has_scores_backward(self) -> bool:
-        """Whether these gradients are read by a kernel: for that slope, or for gradients of parameters."""
+        """Whether a kernel reads gradients of what the first convolution takes, for that slope or for gradients of
+        parameters.
+        """
         return self.has_score_slopes or bool(ScoreStage.of(self.spec, "scores").sums)
 
     @property
