@@ -119,6 +119,15 @@ def test_decode_keeps_to_its_registers(head_dim: int, target: str) -> None:
         assert use.stack <= (64 if "wide" in name else 0), f"{name} keeps {use.stack} bytes on the stack"
 
 
+def test_gradients_of_parameters() -> None:
+    """A table whose index is one number for all scores is summed like others."""
+    text = "s * t[h] + table[h, 1] + table[h, min(3, i - j)] + u[b, h, i] - u[b, h, j]"
+    parameters = {"t": "h", "table": "h,4", "u": "b,h,j"}
+    planned = plan(Spec(None, 64, logits=text, parameters=parameters), "sm_90a", "triton")
+    ((_, used),) = compile_offline(planned, "_bwd_scores_").items()
+    assert re.search(r"\bHGMMA", used.assembly)
+
+
 def test_loaded_kernels_stay() -> None:
     """Where no kernel is launched for the CPU, tables of a module keep what GPUs have loaded."""
     loaded = {"scores": {0: {"scores": len}}, "values": {None: {"values": len}}}

@@ -295,9 +295,19 @@ def test_expressions_move_to_the_place_that_computes_the_same() -> None:
     moved = Spec(None, 16, scores="2 * s", convolved="tanh(s)", logits="s * t", **parameters)
     assert moved == Spec(None, 16, logits="t * tanh(2 * s)", **parameters)
     assert Spec((2, 3), 16, convolved="tanh(s)") == Spec((2, 3), 16, logits="tanh(s)")
-    kept = Spec((2, 3), 16, mixed_heads=2, scores="2 * s", convolved="tanh(s)", logits="s / 2")
-    assert (kept.scores, kept.convolved, kept.logits) == ("2*s", "tanh(s)", "s/2")
+    kept = Spec((2, 3), 16, mixed_heads=2, scores="s + 1", convolved="tanh(s)", logits="s / 2")
+    assert (kept.scores, kept.convolved, kept.logits) == ("s + 1", "tanh(s)", "s/2")
     assert Spec.from_dict(moved.to_dict()) == moved
+
+
+def test_factors_of_heads_move_behind_the_convolution() -> None:
+    """A convolution is linear, but only a factor that all its scores have can be taken out of it."""
+    of_heads = {"parameters": (("t", "h"),)}
+    assert Spec((2, 3), 16, scores="s / t[h]", logits="tanh(s)", **of_heads) == Spec(
+        (2, 3), 16, logits="tanh(s / t[h])", **of_heads
+    )
+    for scores in ("s * log(i + 2)", "s * exp(-j)", "2 * s + 1", "s * tanh(s)"):
+        assert Spec((2, 3), 16, scores=scores).scores
 
 
 def test_functions_name_parameters_as_arguments() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,6 +140,25 @@ def test_text_shows_what_was_decided() -> None:
         for role, tile in lifted.tiles:
             shape = f"{tile.block_m} x {tile.block_n}" if tile.block_n else f"{tile.block_m} vectors"
             assert re.search(rf"\b{role} tile +{shape}, {tile.num_warps} warps", text)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"scores": "tanh(s)"}, "strip: scores changes scores before the convolution"),
+        ({"mixed_heads": 2}, "strip: fused kernels have no stage but"),
+        ({"visible": "j // 8 <= i // 8", "causal": False}, "strip: visible is no window"),
+        ({"logits": "tanh(s)"}, ""),
+    ],
+    ids=str,
+)
+def test_text_says_why_strips_are_taken(options: dict[str, Any], reason: str) -> None:
+    rows = {(section, name): text for section, name, text in plan(Spec((6, 11), 64, **options), "sm_90a").table()}
+    lowering = rows.get(("choice", "lowering"), "")
+    assert bool(lowering) == bool(reason)
+    assert lowering.startswith(reason)
+    for place in {"scores", "logits"} & options.keys():
+        assert rows["request", place] == options[place]
 
 
 def test_text_of_the_torch_backend_has_no_tiles() -> None:

@@ -31,6 +31,7 @@ TEN_HEADS = {"kernel": None, "mixed_heads": 10, "post_mixed_heads": 10}
 HOPPER_STACK: dict[str, int] = {}
 TEN_HEADS_STACK = {"softmax_backward": 240}
 FUNCTIONS_STACK = {"softmax_backward": 16}
+PARAMETERS_STACK = {"softmax": 64, "softmax_backward": 48}
 CUDA_STACK = 96  # of CUDA's kernels, whatever their role
 WHOLE = ("sm_80", "sm_89", "sm_90a")  # targets on which all stages are compiled; on others the mixtures alone
 CUDA_CASES: list[Any] = [
@@ -87,8 +88,17 @@ def test_hopper_with_functions_of_scores() -> None:
     """Products apply a function to tiles, and multiply tiles of a plane by its slope; rows apply one, too."""
     functions = {"scores": "3 * tanh(s / 3)", "convolved": "s * log(i + 2) / 4", "logits": "50 * tanh(s / 50)"}
     spec = Spec(head_dim=128, **EVERYTHING, **functions)
-    used = compiled(spec, "sm_90a", "strip_scores", "score_slopes", "softmax", "probabilities")
+    used = compiled(spec, "sm_90a", "strip_scores", "softmax", "probabilities")
     assert_fits(used, "sm_90a", FUNCTIONS_STACK)
+
+
+def test_hopper_with_parameters() -> None:
+    """Each function reads numbers of heads, a table and tokens, whose gradients are summed."""
+    text = "s * t[h] + table[h, 1] + table[h, max(0, min(64, i - j))] + u[b, h, i] - u[b, h, j]"
+    parameters = {"t": "h", "table": "h,65", "u": "b,h,j"}
+    spec = Spec(head_dim=128, **EVERYTHING, scores=text, convolved=text, parameters=parameters)
+    used = compiled(spec, "sm_90a", "strip_scores", "strip_softmax")
+    assert_fits(used, "sm_90a", PARAMETERS_STACK)
 
 
 def test_hopper_with_wide_heads() -> None:

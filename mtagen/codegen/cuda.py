@@ -68,7 +68,7 @@ def render_host(plan: Plan) -> str:
     context = {"name": host_name(plan), "spec": plan.spec, "options": options(plan.spec), "target": plan.target}
     context |= {
         "score": score_function(plan.spec),
-        "sums": TileSums(ScoreStage.of(plan.spec), plan.spec.packed, "n_k"),
+        "sums": TileSums(ScoreStage.of(plan.spec).sums, plan.spec.packed, "n_k"),
         "log2e": math.log2(math.e),
         "tables": partial(tables, plan.spec),
         "learned": "".join(f", {name}" for name in learned(plan.spec)),

@@ -6,13 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..planner.geometry.score import ParameterSum, ScoreStage, View
+from ..planner.geometry.score import ParameterSum, ScoreStage, View, views_of
 from ..spec import Spec
+
+# Triton's functions that compute what the function of scores at each place needs of a head
+_PARTS = {"scores": "_parts_of_scores", "convolved": "_parts_of_convolved", "logits": "_score_parts"}
 
 
 def learned(spec: Spec) -> Sequence[str]:
     """Return the host's names of the sink and the parameters, in the order of calls."""
-    return (*(["sink"] if spec.sink else []), *(view.argument for view in ScoreStage.of(spec).views))
+    return (*(["sink"] if spec.sink else []), *(view.argument for view in views_of(spec)))
 
 
 def tables(spec: Spec, pass_name: str) -> str:
@@ -35,10 +38,10 @@ def parts_call(
         n_heads: number of heads of queries.
     """
     if not stage.views:
-        return f"_score_parts({head})"
+        return f"{_PARTS[stage.place]}({head})"
     places = ", ".join((entry, first_key, tokens, all_tokens, n_heads))
     addresses = ", ".join(f"{view.argument}_ptr" for view in stage.views)
-    return f"_score_parts({head}, {places}, {addresses})"
+    return f"{_PARTS[stage.place]}({head}, {places}, {addresses})"
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,12 @@ class Sums(ABC):
     """Texts about the sums for gradients of parameters.
 
     Attributes:
-        stage: the function of scores.
+        each: the sums.
         packed: whether documents are packed.
         keys: the host's number of keys of a head.
     """
 
-    stage: ScoreStage
+    each: tuple[ParameterSum, ...]
     packed: bool
     keys: str
 
@@ -66,15 +69,16 @@ class Sums(ABC):
     @property
     def of_rows(self) -> bool:
         """Whether there are sums of rows."""
-        return any(of.kind == "row" for of in self.stage.sums)
+        return any(of.kind == "row" for of in self.each)
 
     def block(self, of: ParameterSum) -> int:
         """Return the entries of a table, padded as on chip."""
         return 1 << (of.view.table - 1).bit_length()
 
-    def gradient(self, view: View) -> str:
-        """Return the host's expression for the gradient of a parameter."""
-        sums = " + ".join(self._of_heads(of) for of in self.stage.sums if of.view == view)
+    def gradient(self, view: View, *others: Sums) -> str:
+        """Return the host's expression for the gradient of a parameter, whose sums may be among ``others``, too."""
+        kernels = (self, *others)
+        sums = " + ".join(kernel._of_heads(of) for kernel in kernels for of in kernel.each if of.view == view)
         entries = view.has_entries and not (self.packed and view.token_axes)
         tables = [axis for axis in view.parameter.axes if isinstance(axis, int)]
         table = f".unflatten(-1, {tuple(tables)})" if len(tables) > 1 else ""
@@ -127,8 +131,8 @@ class TileSums(Sums):
 
 
 @dataclass(frozen=True)
-class StripSums(Sums):
-    """Sums of "strip", whose programs own rows of bundles of heads.
+class RowSums(Sums):
+    """Sums of the kernels of rows of "strip", whose programs own rows of bundles of heads.
 
     Attributes:
         programs: programs of a bundle.
@@ -156,4 +160,27 @@ class StripSums(Sums):
 
     def of_parts(self, of: ParameterSum) -> str:
         sums = f"_of_bundles({of.name}_partial, batch, n_heads, {self.heads})"
+        return f"{sums}[:, :{of.view.table}]" if of.kind == "table" else sums
+
+
+@dataclass(frozen=True)
+class ProductSums(Sums):
+    """Sums of the products of "strip", whose programs own a block of rows and a chunk of keys of a head."""
+
+    def shape(self, of: ParameterSum) -> str:
+        """Return the host's shape of the memory that kernels add a sum to."""
+        axes = {
+            "head": ("row_blocks", "key_chunks"),
+            "key": ("row_blocks", self.keys),
+            "row": ("key_chunks", "n_q"),
+            "pair": (self.keys, self.keys),
+            "table": ("row_blocks", "key_chunks", str(self.block(of))),
+        }
+        return f"(batch * n_heads, {', '.join(axes[of.kind])})"
+
+    def memory(self, of: ParameterSum) -> str:
+        return f"{of.name}_partial.sum(1)" if of.kind == "row" else f"{of.name}_partial"
+
+    def of_parts(self, of: ParameterSum) -> str:
+        sums = f"{of.name}_partial.sum({1 if of.kind == 'key' else (1, 2)})"
         return f"{sums}[:, :{of.view.table}]" if of.kind == "table" else sums

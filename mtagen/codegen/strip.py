@@ -11,18 +11,18 @@ from functools import partial
 from typing import Any
 
 from ..planner.geometry.cache import Cache
-from ..planner.geometry.score import ScoreFunction, ScoreStage
+from ..planner.geometry.score import ScoreFunction, ScoreStage, views_of
 from ..planner.kernel import Kernel
 from ..planner.strip import kernels
 from ..planner.strip.documents import PART, RECORD, TILE
 from ..planner.strip.module import StripModule
 from ..planner.strip.stages import PROBABILITY_SCALE, SCORE_SCALE, block_of
-from ..spec import Spec
+from ..spec import EXPRESSIONS, Spec
 from ..version import __version__
 from . import host, triton
 from .expressions import triton_view
 from .masks import masks_of
-from .parameters import StripSums, learned, parts_call, tables
+from .parameters import ProductSums, RowSums, learned, parts_call, tables
 from .pieces import aligned, dot_options, visible
 from .seen import Seen
 
@@ -40,7 +40,7 @@ def render(module: StripModule) -> str:
 def _context(module: StripModule) -> Mapping[str, Any]:
     """Return the names that the templates use."""
     spec, stages, mask = module.spec, module.stages, module.mask
-    stage = ScoreStage.of(spec)
+    of_scores, of_convolved, of_logits = (ScoreStage.of(spec, place) for place in EXPRESSIONS)
     wide = spec.dtype == "fp32"
     unseen = "unseen" if spec.packed else "key0"
     return {
@@ -79,19 +79,27 @@ def _context(module: StripModule) -> Mapping[str, Any]:
             "torch_score": "torch.float32" if wide else "torch.float16",
         },
         "to_log2": repr(math.log2(math.e) / SCORE_SCALE),
-        "score": stage.scaled(SCORE_SCALE).function,
-        "score_parts": partial(_score_parts, stage, spec.packed),
-        # Whether what the function of scores needs of a head depends on the document of a row
-        "parts_of_rows": bool(stage.views) and spec.packed,
-        # The functions before the convolution and before the mixing, which read no parameters
-        "of_scores": _function(spec, "scores"),
-        "of_convolved": _function(spec, "convolved"),
-        # The sequence's first token in parameters of tokens
-        "first_token": _first_token(spec.packed),
+        "score": of_logits.scaled(SCORE_SCALE).function,
+        # The functions before the convolution and before the mixing; None for the identity
+        "of_scores": _function(of_scores),
+        "of_convolved": _function(of_convolved),
+        "parts_of": partial(_parts_of, spec),
+        # Whether what the functions of scores of rows need of a head depends on the document of a row
+        "parts_of_rows": bool(of_convolved.views + of_logits.views) and spec.packed,
         "view_address": partial(triton_view, packed=spec.packed),
+        "views": views_of(spec),
         "learned": tuple(learned(spec)),
         "tables": partial(tables, spec),
-        "sums": StripSums(stage, spec.packed, "tokens", kernels.PROGRAMS, stages.heads, block_of(stages.heads)),
+        # Sums for gradients of parameters, in the kernels of rows and of products
+        "sums": RowSums(
+            of_convolved.sums + of_logits.sums,
+            spec.packed,
+            "tokens",
+            kernels.PROGRAMS,
+            stages.heads,
+            block_of(stages.heads),
+        ),
+        "product_sums": ProductSums(of_scores.sums, spec.packed, "tokens"),
         "visible": partial(visible, mask),
         "seen": Seen(mask),
         # The argument of a decode step's kernels for the number of keys of the cache
@@ -111,29 +119,21 @@ def _context(module: StripModule) -> Mapping[str, Any]:
     }
 
 
-def _function(spec: Spec, place: str) -> ScoreFunction | None:
-    """Return the function of scores that planes hold scaled, at one place of the pipeline; None for the identity."""
-    stage = ScoreStage.of(spec, place)
+def _function(stage: ScoreStage) -> ScoreFunction | None:
+    """Return the function of scores that planes hold scaled; None for the identity."""
     return None if stage.is_identity else stage.scaled(SCORE_SCALE).function
 
 
-def _first_token(packed: bool) -> str:
-    """Return the sequence's first token in parameters of tokens."""
-    return "(key0 - unseen)" if packed else "0"
-
-
-def _score_parts(stage: ScoreStage, packed: bool, head: str, prefix: str = "") -> str:
-    """Return a row kernel's call that computes what the function of scores needs of a head.
+def _parts_of(spec: Spec, place: str, head: str, tokens: tuple[str, str, str]) -> str:
+    """Return a kernel's call that computes what the function of scores at a place needs of a head.
 
     Args:
-        stage: the function.
-        packed: whether documents are packed.
+        spec: the request.
+        place: the option that describes the function.
         head: the heads of queries.
-        prefix: ``decode_`` in kernels of a decode step.
+        tokens: ``tokens`` of the template that says where rows lie.
     """
-    packed = packed and not prefix
-    entry, own = ("document", "keys + unseen") if packed else ("b", "tokens")
-    return parts_call(stage, head, entry, _first_token(packed), own, "tokens", "n_heads")
+    return parts_call(ScoreStage.of(spec, place), head, *tokens, "tokens", "n_heads")
 
 
 def _legend(module: StripModule) -> Iterator[str]:

@@ -227,7 +227,7 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "learned": "".join(f", {name}" for name in learned(spec)),
         "tables": partial(tables, spec),
         "learned_gradients": "".join(f", d{name}" for name in learned(spec)),
-        "sums": LiftSums(stage, spec.packed, keys.total, queries.total),
+        "sums": LiftSums(stage.sums, spec.packed, keys.total, queries.total),
         "legend": _legend(module),
         "visible": partial(visible, lift.mask),
         "visible_of": partial(visible_of, lift.mask),

@@ -232,6 +232,19 @@ def text_of(name: str, given: str | Function, parameters: Sequence[Parameter], *
     return given if isinstance(given, str) else _called(name, given, parameters, has_integers)
 
 
+def is_factor(text: str | None, parameters: Sequence[Parameter]) -> bool:
+    """Return whether an expression is s times a number that all scores of a head share.
+
+    Args:
+        text: its canonical text; None is s.
+        parameters: the tensors that it reads.
+    """
+    if text is None:
+        return True
+    factor, rest = read("factor", text, parameters).as_independent(SCORE, as_Add=False)
+    return bool(rest == SCORE) and not factor.free_symbols & {POSITION, KEY}
+
+
 def composed(name: str, outer: str | None, inner: str | None, parameters: Sequence[Parameter]) -> str | None:
     """Return the canonical text of an expression whose score is another expression's value; None is s.
 

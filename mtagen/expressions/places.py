@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..errors import SpecError, explain
-from .language import canonical, composed, names_in, text_of
+from .language import canonical, composed, is_factor, names_in, text_of
 from .parameters import Parameter, read_parameters
 
 
@@ -24,7 +24,8 @@ def normalised(
     """Return the expressions and parameters of a request in canonical form, by field.
 
     Without a convolution ``scores`` acts as ``convolved``, and without mixing ``convolved`` acts as
-    ``logits``. Two expressions at one place are composed.
+    ``logits``. A factor of the head acts alike before and after a convolution, which is linear. Two
+    expressions at one place are composed.
 
     Args:
         expressions: ``scores``, ``convolved`` and ``logits``, as they were given.
@@ -49,7 +50,7 @@ def normalised(
     if shared := sorted(read.intersection(read_by_mask)):
         rule = "are read by visible, as integers, and by an expression, as real numbers"
         raise SpecError(explain("parameters", shared, rule, "a parameter for each"))
-    if not convolves:
+    if not convolves or is_factor(scores, known):
         scores, convolved = None, composed("convolved", convolved, scores, known)
     if not mixes:
         convolved, logits = None, composed("logits", logits, convolved, known)

@@ -11,7 +11,17 @@ from typing import Any
 from ..errors import PlanError, SpecError, check_choice, explain
 from ..spec import Spec
 from . import torch_ops
-from .choice import BACKENDS, GENERATED, Backend, Choice, PlannedPass, choose_backends, lowerings, plan_pass
+from .choice import (
+    BACKENDS,
+    GENERATED,
+    Backend,
+    Choice,
+    PlannedPass,
+    choose_backends,
+    lowerings,
+    plan_pass,
+    why_unfused,
+)
 from .geometry.mask import Mask
 from .geometry.stencil import pipeline_stencil
 from .lift.passes import LiftPass
@@ -168,6 +178,7 @@ class Plan:
             *(("request", name, value) for name, value in _stages(spec)),
             ("request", "head dims", f"{spec.head_dim} (values {spec.value_head_dim})"),
             ("request", "mask", f"{Mask.of(spec).name}, {spec.mask}"),
+            *(("request", place, text) for place, text in spec.expressions),
             *([("request", "visible", spec.visible)] if spec.visible else []),
             ("request", "key padding", spec.key_padding),
             ("request", "dtype", spec.dtype),
@@ -180,6 +191,8 @@ class Plan:
                 ("choice", f"{planned.plan.pass_name} backend", f"{planned.backend}: {planned.reason}")
                 for planned in self.passes
             ]
+        for reason in dict.fromkeys(why_unfused(spec, strip.backend) for strip in self.strip.values()):
+            rows += [("choice", "lowering", f"strip: {reason}")] if reason else []
         forward = pipeline_stencil(spec)
         backward = forward.then(forward.adjoint())
         for name, stencil in (("forward", forward), ("backward", backward)):

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any
 
-from mtagen.spec import KEY_PADDINGS, MASKS, MAX_NEW_TOKENS, Spec
+from mtagen.spec import EXPRESSIONS, KEY_PADDINGS, MASKS, MAX_NEW_TOKENS, Spec
 
 BACKENDS = ("cpu", "interpreter", "emulator", "gpu")
 SHARED = {"emulator": 40}  # so many consecutive cases share an op, because compiling its kernels takes longest
@@ -34,7 +34,7 @@ LOGITS = (
     "where((i - j) % 3 == 1, s / 2, s) + min(4, i - j) / 8",
     "s / (1 + exp(-s)) - sqrt(abs(i - j)) / 4 + s / (h + 1)",
 )
-# Logits that read parameters of heads and tables, and their parameters.
+# Functions that read parameters of heads and tables, and their parameters.
 READING = (
     ("s - slopes[h] * (i - j) / 8", (("slopes", "h"),)),
     ("s + table[h, max(0, min(8, i - j))]", (("table", "h,9"),)),
@@ -156,18 +156,15 @@ def draw(backend: str, seed: int, index: int) -> Case:
 
 def _with_scores(case: Case, random: Random) -> Case:
     """Draw what becomes of the scores of an op, and which of them are visible."""
-    case = replace(case, logits=_maybe(random, 0.3, random.choice(LOGITS)))
-    if random.random() < 0.2:
-        logits, parameters = random.choice(READING)
-        case = replace(case, logits=logits, parameters=parameters)
+    texts = {"logits": _maybe(random, 0.3, random.choice(LOGITS))}
+    texts |= {place: _maybe(random, 0.1, random.choice(SCORES)) for place in ("scores", "convolved")}
+    if random.random() < 0.3:
+        text, parameters = random.choice(READING)
+        case = replace(case, parameters=parameters, **{random.choice(EXPRESSIONS): text})
+        texts = {place: text for place, text in texts.items() if getattr(case, place) is None}
     if random.random() < 0.2:
         case = replace(case, visible=random.choice(VISIBLE), mask="source")
-    return replace(
-        case,
-        scores=_maybe(random, 0.1, random.choice(SCORES)),
-        convolved=_maybe(random, 0.1, random.choice(SCORES)),
-        sink=random.random() < 0.2,
-    )
+    return replace(case, **texts, sink=random.random() < 0.2)
 
 
 def _op(backend: str, random: Random) -> Case:

@@ -9,14 +9,17 @@ from typing import Any
 import documents
 import problems
 import pytest
+import torch
 from emulator import load_emulated
 from host_functions import retiled
+from torch import Tensor
 
 from mtagen import Plan, PlanError, Spec, plan
 from mtagen.codegen import render
 from mtagen.measure.cases import Sizes
 from mtagen.ops.attention import AttentionOp, assemble
 from mtagen.planner.lift import passes as lift
+from mtagen.planner.strip import kernels
 from mtagen.planner.tables import Shape
 from mtagen.planner.targets import get_target
 from mtagen.planner.tile import candidates as tile
@@ -27,6 +30,19 @@ pytestmark = pytest.mark.usefixtures("memory_starts_as_nan")
 CAP = "3 * tanh(s / 3)"
 ALL_STAGES = {"kernel": (3, 4), "mixed_heads": 2, "post_kernel": (2, 3), "post_mixed_heads": 4}
 EVERYWHERE = {"scores": "s - (i - j) / 8 + 1", "convolved": CAP, "logits": problems.LOGITS}
+# Expressions that read parameters, by what an entry of them counts, and the parameters.
+READING: dict[str, tuple[str, dict[str, str]]] = {
+    "heads": ("tanh(s * t[h])", {"t": "h"}),
+    "a table": ("s + table[h, max(0, min(5, i - j + 2))]", {"table": "h,6"}),
+    "keys": ("s + u[b, h, j]", {"u": "b,h,j"}),
+    "keys of all heads": ("s * u[b, j]", {"u": "b,j"}),
+    "rows": ("s * u[b, h, i] + 1", {"u": "b,h,i"}),
+    "pairs": ("s + pair[b, i, j]", {"pair": "b,i,j"}),
+    "batch entries": ("s * t[b] + u[b, h]", {"t": "b", "u": "b,h"}),
+}
+# It reads the first four of these kinds. By output, a convolution counts keys up to two after the query.
+SEVERAL = "s * t[h] + table[h, max(0, min(5, i - j + 2))] + u[b, h, i] - u[b, h, j]"
+PARAMETERS = {"t": "h", "table": "h,6", "u": "b,h,j"}
 CASES: dict[str, dict[str, Any]] = {
     "a cap before the convolution": {"kernel": (6, 11), "scores": CAP},
     "a bias before the convolution": {"kernel": (3, 4), "scores": "s - (i - j) / 8"},
@@ -45,6 +61,18 @@ CASES: dict[str, dict[str, Any]] = {
     "no score before the mixture": {"kernel": None, "mixed_heads": 2, "convolved": "h - j / 16"},
     "everywhere": ALL_STAGES | EVERYWHERE,
     "everywhere, full": ALL_STAGES | EVERYWHERE | {"causal": False},
+    "parameters before the convolution, full": {
+        "kernel": (3, 4),
+        "scores": SEVERAL,
+        "parameters": PARAMETERS,
+        "causal": False,
+    },
+    "parameters before the convolution, by output": {
+        "kernel": (3, 4),
+        "scores": SEVERAL,
+        "parameters": PARAMETERS,
+        "mask": "output",
+    },
     "hidden slopes before the convolution": {"kernel": (3, 4), "scores": problems.DEFINED_WHERE_VISIBLE},
     "hidden slopes before the mixture": {
         "kernel": (3, 4),
@@ -57,7 +85,8 @@ CASES: dict[str, dict[str, Any]] = {
 IN_A_WINDOW: dict[str, dict[str, Any]] = {
     "before the convolution": {"kernel": (3, 4), "scores": problems.OF_PLACES},
     "before the mixture": {"kernel": None, "mixed_heads": 2, "convolved": problems.OF_PLACES},
-    "everywhere": ALL_STAGES | {"scores": problems.OF_PLACES, "convolved": problems.OF_PLACES, "logits": "s + j / 32"},
+    "everywhere": ALL_STAGES
+    | {"scores": SEVERAL, "convolved": SEVERAL, "logits": "s + u[b, h, j]", "parameters": PARAMETERS, "sink": True},
 }
 
 
@@ -72,6 +101,16 @@ def made(backend: str, folder: Path, workspace_bytes: int = 2**30, **options: An
     assert len(planned.strip) == 2 if planned.spec.packed else 3
     load_emulated(planned, folder)
     return planned
+
+
+def gradients(op: AttentionOp, problem: problems.Problem) -> Tensor:
+    """All gradients of parameters, in a row."""
+    inputs = problem.inputs
+    parameters = {name: inputs.named[name].clone().requires_grad_() for name in inputs.axes}
+    named = inputs.named | parameters
+    out = op(*(named[name] for name in "qkv"), **inputs.options(named))
+    grads = torch.autograd.grad(out, [*parameters.values()], problem.grad_out)
+    return torch.cat([grad.flatten() for grad in grads])
 
 
 def op_of(planned: Plan) -> AttentionOp:
@@ -139,14 +178,24 @@ def test_parameters_of_logits(backend: str, parameters: dict[str, str], folder: 
     assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes))
 
 
-@pytest.mark.parametrize("place", ["scores", "convolved"])
-@pytest.mark.parametrize("backend", ["triton", "cuda"])
-def test_other_parameters_are_refused(backend: str, place: str) -> None:
-    spec = Spec(head_dim=16, parameters={"t": "h"}, **ALL_STAGES, **{place: "s * t[h]"})
-    with pytest.raises(PlanError, match=f"for logits only, and here {place} reads them") as refused:
-        plan(spec, "sm_90a", backend)
-    assert "backend='torch'" in str(refused.value)
-    assert plan(spec, "sm_90a", "torch").backend == "torch"
+@pytest.mark.parametrize(
+    ("place", "stages"), [("scores", {"kernel": (2, 3)}), ("convolved", {"kernel": None, "mixed_heads": 2})]
+)
+@pytest.mark.parametrize(("text", "parameters"), READING.values(), ids=READING)
+def test_parameters(place: str, stages: dict[str, Any], text: str, parameters: dict[str, str], folder: Path) -> None:
+    op = op_of(made("triton", folder, **stages, **{place: text}, parameters=parameters))
+    assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, Sizes(2, 2, 1, 9, 17)))
+
+
+def test_gradients_of_parameters_of_several_programs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are sums over blocks of rows, chunks of keys, and rows before the first key, always in the same order."""
+    monkeypatch.setattr(kernels, "SUM_CHUNK", 128)
+    options = {"kernel": (2, 3), "scores": SEVERAL, "parameters": PARAMETERS, "causal": False}
+    op = op_of(made("triton", folder, **options))
+    for sizes in (Sizes(1, 2, 1, 140, 150), Sizes(1, 2, 1, 9, 3)):
+        problem = problems.random(op.plan.spec, sizes)
+        assert not problems.failures_through_lse(op, op.plan.spec, problem)
+        assert torch.equal(*(gradients(op, problem) for _ in range(2)))
 
 
 @pytest.mark.parametrize("lowering", [lift, tile], ids=["lift", "tile"])
@@ -164,15 +213,15 @@ def test_kernels_of_cuda() -> None:
         planned = plan(replace(spec, **{place: CAP}), "sm_90a", "cuda")
         passes = planned.strip.values()
         roles[place] = {kernel.role for one in passes for kernel in one.kernels if kernel.role not in one.cuda}
-    assert roles["scores"] - roles["logits"] == {"scores", "score_slopes", "decode_scores"}
+    assert roles["scores"] - roles["logits"] == {"scores", "scores_backward", "decode_scores"}
     rows = {"softmax", "probabilities", "softmax_backward", "decode_softmax"}
     assert roles["convolved"] - roles["logits"] == rows
 
 
 def test_a_slope_of_1_needs_no_kernel() -> None:
-    for scores, needs in (("s - (i - j) / 8 + sqrt(h)", False), ("2 * s", True), (CAP, True)):
+    for scores, needs in (("s - (i - j) / 8 + sqrt(h)", False), ("2 * s + j", True), (CAP, True)):
         backward = plan(Spec((3, 4), 64, scores=scores), "sm_90a", "triton")["backward"]
-        assert ("score_slopes" in {kernel.role for kernel in backward.kernels}) == needs
+        assert ("scores_backward" in {kernel.role for kernel in backward.kernels}) == needs
 
 
 def test_names_tell_places_apart() -> None:

@@ -15,7 +15,7 @@ from ...expressions import language
 from ...expressions.functions import functions_of
 from ...expressions.parameters import Parameter, read_parameters
 from ...expressions.ranges import range_of
-from ...spec import Spec
+from ...spec import EXPRESSIONS, Spec
 from .mask import Mask
 
 # The parameters of the functions of a score, and their names in kernels: the score, the gradient of what it becomes,
@@ -137,6 +137,11 @@ class ScoreFunction:
         """Whether the value of a score depends on its position or key."""
         return bool(self.modify.free_symbols & {POSITION, KEY, DISTANCE})
 
+    @property
+    def loads_entries(self) -> bool:
+        """Whether each score, and not only each head, loads entries of parameters."""
+        return bool(self.modify.has(Entry))
+
     def symbols(self, expr: Expr) -> list[tuple[int, Symbol]]:
         """Return the head, the views and the parts that one of the functions names, with their numbers.
 
@@ -170,6 +175,12 @@ class ParameterSum:
     kind: str
     offset: Expr
     term: Expr
+
+
+def views_of(spec: Spec, *places: str) -> tuple[View, ...]:
+    """Return the parameters that the functions of scores read at some places, in the order of the request."""
+    read = {view for place in places or EXPRESSIONS for view in ScoreStage.of(spec, place).views}
+    return tuple(view for view in map(View, read_parameters(spec.parameters)) if view in read)
 
 
 @dataclass(frozen=True)
@@ -376,7 +387,7 @@ def _stage(spec: Spec, place: str) -> ScoreStage:
     read = tuple(view for name, view in views.items() if any(load.parameter == name for load in entries))
     modify = expr.xreplace(entries).xreplace(names)
     found = sorted({entry.xreplace(names) for entry in entries.values()}, key=str)
-    sums = (_sum_of(modify, f"sum{number}", entry, read) for number, entry in enumerate(found))
+    sums = (_sum_of(modify, f"{place}_sum{number}", entry, read) for number, entry in enumerate(found))
     return ScoreStage(Mask.of(spec), modify, read, tuple(sums), place)
 
 

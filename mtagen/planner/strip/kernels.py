@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from sympy import Min, ceiling
 
 from ...errors import PlanError, explain
-from ...spec import MAX_NEW_TOKENS, Spec
+from ...spec import EXPRESSIONS, MAX_NEW_TOKENS, Spec
 from ..geometry.affine import N_Q, Size
 from ..geometry.cache import Cache
 from ..geometry.mask import Mask
-from ..geometry.score import ScoreStage
+from ..geometry.score import ScoreStage, views_of
 from ..kernel import Argument, Kernel, numbers
 from ..lift.kernels import AXES, pointers, strided, tiled
 from ..lift.tiling import block_dim
@@ -36,6 +36,8 @@ PRODUCT_TILES = (
 NARROW_PRODUCT_TILES = ((128, 128, 3, 8), *PRODUCT_TILES)  # tiles for head dims up to 64
 DECODE_PRODUCT_TILES = ((128, 4), (128, 3), (128, 2), (128, 1), (64, 2), (64, 1), (32, 1))  # keys and stages
 PRODUCT_CHUNK = 512  # keys of a program
+LOADING_ROWS = 64  # most rows of a product whose function loads entries of parameters, which takes registers
+SUM_CHUNK = 4096  # keys of a program that has partial sums of gradients of parameters
 CONVOLUTION_ROWS, CONVOLUTION_CHUNK = 128, 512
 CONVOLUTION_KEYS = (32, 16)  # keys of a convolution's tile; the first that fits shared memory is taken
 GRADIENT_ROWS, GRADIENT_KEYS = 64, 64  # tile of the gradient of a convolution's weight
@@ -44,7 +46,8 @@ GRADIENT_CHUNK = 2048  # keys of a program of that gradient
 SPLIT = 1024  # keys of a split in decode
 OUTPUT_ROWS = 32  # rows of a block of outputs that are mixed
 VALUE_ROWS, VALUE_KEYS = 16, 64  # tile of the product of a decode step's probabilities with values
-ROW_KEYS, BACKWARD_ROW_KEYS = 256, 128  # keys of a tile of rows of 16 heads
+# Keys of a tile of rows of 16 heads, and of kernels that hold gradients, or entries of parameters, of a tile.
+ROW_KEYS, NARROW_ROW_KEYS = 256, 128
 
 # Tiles of products of planes with rows of packed documents: rows (or keys) of the result, of the sum, stages, warps.
 CONTRACTION_TILES = (
@@ -86,10 +89,12 @@ class _Maker:
     def __init__(self, spec: Spec, target: str) -> None:
         self._spec, self._target, self._stages = spec, target, Stages(spec)
         self._by_descriptor = by_descriptor(spec, target)
-        self._score = ScoreStage.of(spec)
+        self._of_scores, *of_rows = (ScoreStage.of(spec, place) for place in EXPRESSIONS)
+        self._row_sums = tuple(x.name for stage in of_rows for x in stage.sums)
+        self._rows_load_entries = any(stage.function.loads_entries for stage in of_rows)
         self._sink = ("sink",) if spec.sink else ()
-        self._parameters = tuple(view.argument for view in self._score.views)
-        self._tokens = ("tokens",) if self._score.views else ()
+        self._parameters = tuple(view.argument for view in views_of(spec, *EXPRESSIONS[1:]))
+        self._tokens = ("tokens",) if self._parameters else ()
 
     def forward(self) -> Iterator[Kernel]:
         stages = self._stages
@@ -173,7 +178,7 @@ class _Maker:
         partials = (
             *(("mix_partial",) if stages.mix else ()),
             *(("post_mix_partial",) if stages.fused_post_mix else ()),
-            *(f"{x.name}_partial" for x in self._score.sums),
+            *(f"{name}_partial" for name in self._row_sums),
             *(("minus_dot",) if spec.sink else ()),
         )
         weights = (*self._weights(), *(self._sink if stages.normalizes_again else ()), *self._parameters)
@@ -181,8 +186,8 @@ class _Maker:
         yield self._rows("softmax_backward", names, stages.heads, Min(PROGRAMS, COUNT), valid, programs=True)
         if stages.convolution:
             yield from self._adjoints(stages.convolution)
-        if stages.has_score_slopes:
-            yield self._product("score_slopes", spec.head_dim)
+        if stages.has_scores_backward:
+            yield self._product("scores_backward", spec.head_dim)
         if spec.packed:
             yield self._contraction("grad_values", spec.value_head_dim, over_rows=True)
             yield self._contraction("grad_queries", spec.head_dim)
@@ -241,7 +246,10 @@ class _Maker:
             tiles = [(decode_rows, *tile, 4) for tile in DECODE_PRODUCT_TILES]
         else:
             tiles = [*(NARROW_PRODUCT_TILES if width <= 64 else PRODUCT_TILES)]
-        rows, keys, stages, warps = self._fitting(width, tiles, reads_plane=role == "score_slopes")
+            if role != "grad_shares" and self._of_scores.function.loads_entries:
+                tiles = [tile for tile in tiles if tile[0] <= LOADING_ROWS]
+        rows, keys, stages, warps = self._fitting(width, tiles, reads_plane=role == "scores_backward")
+        chunk = SUM_CHUNK if role == "scores_backward" and self._of_scores.sums else PRODUCT_CHUNK
         return self._make(
             role,
             (
@@ -253,11 +261,24 @@ class _Maker:
                 *numbers("float", "factor"),
                 *self._first_key(role),
                 *self._dropout(role),
+                *self._learned(role),
             ),
-            (self._tiles(rows, PRODUCT_CHUNK),),
-            {"BLOCK_M": rows, "BLOCK_N": keys, "CHUNK": PRODUCT_CHUNK, "D": block_dim(width)},
+            (self._tiles(rows, chunk),),
+            {"BLOCK_M": rows, "BLOCK_N": keys, "CHUNK": chunk, "D": block_dim(width)},
             warps=warps,
             stages=stages,
+        )
+
+    def _learned(self, role: str) -> tuple[Argument, ...]:
+        """Return the parameters that the kernel of a product reads, and its sums of their gradients."""
+        if role == "grad_shares" or not self._of_scores.views:
+            return ()
+        sums = self._of_scores.sums if role == "scores_backward" else ()
+        kinds = {x.kind for x in sums}
+        sizes = {"n_q": {"row"}, "row_blocks": {"head", "key", "table"}, "key_chunks": {"head", "row", "table"}}
+        return (
+            *pointers(*(view.argument for view in self._of_scores.views), *(f"{x.name}_partial" for x in sums)),
+            *numbers("int32", "tokens", *(name for name, of in sizes.items() if kinds & of)),
         )
 
     def _windows(self, plane: str) -> Argument:
@@ -365,10 +386,11 @@ class _Maker:
         programs: bool = False,
     ) -> Kernel:
         block = block_of(heads)
+        holds_more = programs or (self._rows_load_entries and "post_mix" not in role)
         constants = {
             "HEADS": heads,
             "BLOCK_H": block,
-            "BLOCK_N": row_keys(heads, BACKWARD_ROW_KEYS if programs else ROW_KEYS),
+            "BLOCK_N": row_keys(heads, NARROW_ROW_KEYS if holds_more else ROW_KEYS),
         }
         dropout = self._dropout(role, *_KEEP_SCALE)
         arguments = (*pointers(*tensors), *self._strip("n_heads", "b0"), *more, *self._first_key(role), *dropout)
@@ -382,7 +404,7 @@ class _Maker:
         Kernels for packed documents and decode steps compute it themselves.
         """
         known = self._spec.packed or role.startswith("decode_") or role in self._stages.dropping
-        if role in ("scores", "score_slopes"):
+        if role in ("scores", "scores_backward"):
             needs = self._stages.products_place_keys
         else:
             needs = self._stages.places_keys and role in ("softmax", "probabilities", "softmax_backward")

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...errors import PlanError, explain
-from ...spec import EXPRESSIONS, Spec
+from ...spec import Spec
 from ..geometry.mask import Mask
-from ..geometry.score import ScoreStage
 from ..kernel import Kernel
 from ..passes import Fields, PassPlan, check_learned, check_pages, describe
 from ..targets import Target, get_target
@@ -245,7 +244,6 @@ class StripLowering:
             raise PlanError(explain("pass", pass_name, rule, "backend='triton'"))
         check_pages(spec, "strip")
         check_learned(spec, "strip", ("scores", "convolved", "visible", "parameters", "sink"))
-        _check_parameters(spec)
         plan = StripPass(spec, target.name, pass_name, self.backend)
         plan.check()
         return [plan]
@@ -270,18 +268,6 @@ class StripLowering:
         d, dv = spec.head_dim, spec.value_head_dim
         stages = sum(cq * ck for cq, ck in spec.kernels.values()) + sum(spec.mixed.values())
         return {"forward": 2 * (d + dv + stages), "backward": 2 * (3 * d + 2 * dv + 3 * stages)}[pass_name]
-
-
-def _check_parameters(spec: Spec) -> None:
-    """Check that only ``logits`` reads parameters.
-
-    Raises:
-        PlanError: another function of scores reads a parameter.
-    """
-    for place in EXPRESSIONS[:-1]:
-        if views := ScoreStage.of(spec, place).views:
-            rule = f"kernels load parameters for logits only, and here {place} reads them"
-            raise PlanError(explain("parameters", [view.parameter.name for view in views], rule, "backend='torch'"))
 
 
 def cuda_over_triton(pass_name: str, spec: Spec) -> tuple[float, str]:

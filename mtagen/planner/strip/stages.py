@@ -232,6 +232,13 @@ class Stages:
         return bool(ScoreStage.of(self.spec, "scores").modify_backward != GRADIENT)
 
     @property
+    def has_scores_backward(self) -> bool:
+        """Whether a kernel reads gradients of what the first convolution takes, for that slope or for gradients of
+        parameters.
+        """
+        return self.has_score_slopes or bool(ScoreStage.of(self.spec, "scores").sums)
+
+    @property
     def places_keys(self) -> bool:
         """Whether the functions of scores in kernels of rows depend on places in the sequence, where planes
         begin with a later key.
