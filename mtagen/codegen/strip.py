@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from ..planner.geometry.pairs import PairCondition
 from ..planner.geometry.score import ScoreFunction, ScoreStage
 from ..planner.kernel import Kernel
 from ..planner.strip import kernels
@@ -39,7 +40,7 @@ def render(module: StripModule) -> str:
 def _context(module: StripModule) -> Mapping[str, Any]:
     """Return the names that the templates use."""
     spec, stages, mask = module.spec, module.stages, module.mask
-    stage = ScoreStage.of(spec)
+    stage, pairs = ScoreStage.of(spec), PairCondition.of(spec)
     wide = spec.dtype == "fp32"
     unseen = "unseen" if spec.packed else "key0"
     return {
@@ -49,7 +50,10 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "spec": spec,
         "options": host.options(spec),
         "mask": mask,
-        "masks": masks_of(mask),
+        "masks": masks_of(mask, pairs),
+        "pairs": pairs,
+        # The argument of `_between` for what a condition needs of a row
+        "of_pairs": ", pairs" if pairs.is_checked else "",
         "limits": module.limits,
         "pitch_multiple": module.limits.pitch_multiple,
         # Constants of all modules

@@ -240,9 +240,10 @@ def _read(text: str, parameters: Sequence[Parameter]) -> Seen:
     if condition.free_symbols & {SCORE, HEAD}:
         rule, legal = "a mask is the same for all scores and heads", "conditions in i, j, b and parameters"
         raise SpecError(explain("visible", text, rule, legal))
+    condition = _in_integers(text, condition)
     if condition == sympy.false:
         raise SpecError(explain("visible", text, "no query sees a key", _LEGAL))
-    return _seen(_in_integers(text, condition))
+    return _seen(condition)
 
 
 def _in_integers(text: str, condition: Boolean) -> Boolean:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dtypes import TORCH_DTYPES
+from ..dtypes import ARGUMENT_DTYPES, TORCH_DTYPES
 from ..evaluate import evaluate
 from ..expressions.functions import GRADIENT, functions_of
 from ..expressions.language import ENTRY, HEAD, KEY, POSITION, SCORE
@@ -155,7 +155,8 @@ class Sampler:
         """Draw a sink or parameter: normal numbers, or keys for a mask."""
         shape, device = argument.extents(sizes), self.generator.device
         if not argument.differentiable:
-            return torch.randint(0, self.sizes.nk + 1, shape, generator=self.generator, device=device).to(self.device)
+            drawn = torch.randint(0, self.sizes.nk + 1, shape, generator=self.generator, device=device)
+            return drawn.to(self.device, ARGUMENT_DTYPES[argument.dtypes[-1]])
         return torch.randn(shape, generator=self.generator, device=device).to(self.device)
 
     def _weight(self, weight: Argument, heads: int) -> Tensor:

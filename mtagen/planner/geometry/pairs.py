@@ -44,9 +44,10 @@ class PairCondition:
         return any(view.token_axes for view in self.views)
 
     @property
-    def symbols(self) -> list[Symbol]:
-        """What the condition names besides places: the number of tokens, and addresses."""
-        return [TOKENS, *(view.symbol for view in self.views)] if self.views else []
+    def named(self) -> list[tuple[int, str]]:
+        """What kernels know of a query that the condition names besides places, with its number there."""
+        names = [TOKENS.name] * self.reads_tokens + [view.symbol.name for view in self.views]
+        return [*enumerate(names, start=2)]
 
 
 @cache

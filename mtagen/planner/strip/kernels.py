@@ -13,6 +13,7 @@ from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
 from ..geometry.affine import N_Q, Size
 from ..geometry.mask import Mask
+from ..geometry.pairs import PairCondition
 from ..geometry.score import ScoreStage
 from ..kernel import Argument, Kernel, numbers
 from ..lift.kernels import AXES, pointers, strided, tiled
@@ -85,7 +86,7 @@ class _Maker:
     def __init__(self, spec: Spec, target: str) -> None:
         self._spec, self._target, self._stages = spec, target, Stages(spec)
         self._by_descriptor = by_descriptor(spec, target)
-        self._score = ScoreStage.of(spec)
+        self._score, self._pairs = ScoreStage.of(spec), PairCondition.of(spec)
         self._sink = ("sink",) if spec.sink else ()
         self._parameters = tuple(view.argument for view in self._score.views)
         self._tokens = ("tokens",) if self._score.views else ()
@@ -409,12 +410,13 @@ class _Maker:
         return Kernel(role, name, arguments, grid, 32 * warps, 0, registers, tuple(constants.items()), stages)
 
     def _with_tables(self, role: str, arguments: tuple[Argument, ...]) -> tuple[Argument, ...]:
-        """Return a kernel's arguments and, if it asks which keys a row sees, those of the mask's tables."""
-        tables = self._spec.tables("forward")
+        """Return a kernel's arguments and, if it asks which keys a row sees, those of the mask."""
+        tables = (*self._spec.tables("decode"), *self._spec.checked_arguments)
         if not tables or role.removeprefix("decode_") not in _READ_MASK:
             return arguments
         given = {argument.name for argument in arguments}
         places = () if self._spec.packed else ("b0",) if role.startswith("decode_") else ("b0", "n_q", "key0")
+        places += ("tokens",) if self._pairs.reads_tokens else ()
         more = numbers("int32", *(name for name in places if name not in given))
         return (*arguments, *pointers(*(table.name for table in tables)), *more)
 
