@@ -372,7 +372,7 @@ class Spec:
 
     @cached_property
     def checked_parameters(self) -> frozenset[str]:
-        """The parameters that ``visible`` reads for each pair of a query and a key, because its bounds do not say all."""
+        """The parameters that kernels read for each pair of a query and a key, because bounds do not say all."""
         if self.visible is None:
             return frozenset()
         from .expressions.bounds import loaded, seen_by  # imported here, because it loads sympy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..planner.geometry.mask import Mask
@@ -157,7 +157,7 @@ class Checked(InTables):
     """
 
     has_gap: bool = False
-    condition: PairCondition = PairCondition()
+    condition: PairCondition = field(default_factory=PairCondition)
 
     def at(self, rows: str, entry: str) -> Sequence[str]:
         (limits,) = super().at(rows, entry)

@@ -16,7 +16,7 @@ def learned(spec: Spec) -> Sequence[str]:
 
 
 def tables(spec: Spec, pass_name: str) -> str:
-    """Return what the mask needs of host functions' parameters, after others: tables, and parameters that are checked."""
+    """Return the parameters that the mask adds to host functions: its tables, and what kernels check pairs by."""
     return "".join(f", {argument.name}" for argument in (*spec.tables(pass_name), *spec.checked_arguments))
 
 

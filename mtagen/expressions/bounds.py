@@ -246,24 +246,27 @@ def _read(text: str, parameters: Sequence[Parameter]) -> Seen:
     return _seen(condition)
 
 
+# Comparisons of integers without equality, as one with equality to a number that is so much more.
+_WITH_EQUALITY = {sympy.StrictLessThan: (sympy.LessThan, -1), sympy.StrictGreaterThan: (sympy.GreaterThan, 1)}
+
+
 def _in_integers(text: str, condition: Boolean) -> Boolean:
-    """Return a condition without negations, whose comparisons are of integers that 64 bits hold.
+    """Return a condition without negations, whose comparisons are of integers that 64 bits hold with a number.
 
     Raises:
         SpecError: a comparison is of other numbers.
     """
 
     def compared(comparison: Relational) -> Boolean:
-        if all(side.is_integer for side in comparison.args):
-            sides = comparison.args
-        else:
-            sides = (sympy.fraction(sympy.together(comparison.lhs - comparison.rhs))[0], sympy.S.Zero)
-        fits = all(side.is_integer and magnitude(side) < 2**63 for side in sides)
+        difference = sympy.fraction(sympy.together(comparison.lhs - comparison.rhs))[0].expand()
         divides = all(is_of_integers(floor) for floor in comparison.atoms(sympy.floor))
-        if not (fits and divides):
+        if not (divides and difference.is_integer and magnitude(difference) < 2**63):
             rule = f"{write(comparison)} compares real numbers, or larger ones than 64 bits hold"
             raise SpecError(explain("visible", text, rule, _LEGAL))
-        return comparison.func(*sides)
+        number, rest = difference.as_coeff_Add()
+        operator, more = _WITH_EQUALITY.get(comparison.func, (comparison.func, 0))
+        inclusive = operator(rest, more - number)
+        return inclusive.reversedsign if rest.could_extract_minus_sign() else inclusive
 
     return to_nnf(condition.replace(lambda part: isinstance(part, Relational), compared), simplify=False)
 
@@ -293,15 +296,11 @@ def _seen(condition: Boolean) -> Seen:
 
 def _run_of(comparison: Relational) -> Run | None:
     """Return the run of keys that meet a comparison, or None if it is no bound."""
-    below, divisor = sympy.fraction(sympy.together(comparison.lhs - comparison.rhs))
+    below = comparison.lhs - comparison.rhs
     above = -below
     match comparison:
-        case sympy.StrictLessThan():
-            return _where_not_positive(below + 1)
         case sympy.LessThan():
             return _where_not_positive(below)
-        case sympy.StrictGreaterThan():
-            return _where_not_positive(above + 1)
         case sympy.GreaterThan():
             return _where_not_positive(above)
         case sympy.Eq():

@@ -54,7 +54,9 @@ class PairCondition:
 def _condition(spec: Spec) -> PairCondition:
     checked = seen_by(spec.visible, spec.parameters).checked
     parameters = read_parameters(spec.parameters)
-    views = {view.parameter.name: view for view in map(View, parameters) if view.parameter.name in spec.checked_parameters}
+    views = {
+        view.parameter.name: view for view in map(View, parameters) if view.parameter.name in spec.checked_parameters
+    }
     entries = {}
     for load in checked.atoms(language.Load):
         view = views[load.parameter]
