@@ -8,7 +8,7 @@ pair of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, reduce
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -304,8 +304,7 @@ def _run_of(comparison: Relational) -> Run | None:
         case sympy.GreaterThan():
             return _where_not_positive(above)
         case sympy.Eq():
-            runs = [_where_not_positive(side) for side in (below, above)]
-            return _intersection(runs)
+            return _combined(_intersection, map(_where_not_positive, (below, above)))
     return None
 
 
@@ -336,8 +335,8 @@ def _up_to(part: Expr, limit: Expr) -> Run | None:
         numerator, divisor = sympy.fraction(sympy.together(part.args[0]))
         return _where_not_positive(numerator - divisor * limit - divisor + 1)
     if isinstance(part, (Minimum, Maximum)):
-        runs = [_where_not_positive(each - limit) for each in part.args]
-        return _union(runs) if isinstance(part, Minimum) else _intersection(runs)
+        runs = (_where_not_positive(each - limit) for each in part.args)
+        return _combined(_union if isinstance(part, Minimum) else _intersection, runs)
     return None
 
 
@@ -349,8 +348,8 @@ def _from(part: Expr, limit: Expr) -> Run | None:
         numerator, divisor = sympy.fraction(sympy.together(part.args[0]))
         return _where_not_positive(divisor * limit - numerator)
     if isinstance(part, (Minimum, Maximum)):
-        runs = [_where_not_positive(limit - each) for each in part.args]
-        return _union(runs) if isinstance(part, Maximum) else _intersection(runs)
+        runs = (_where_not_positive(limit - each) for each in part.args)
+        return _combined(_union if isinstance(part, Maximum) else _intersection, runs)
     return None
 
 
@@ -364,18 +363,25 @@ def _in_order(condition: Boolean) -> list[Boolean]:
     return sorted(condition.args, key=sympy.default_sort_key)
 
 
-def _intersection(runs: Sequence[Run | None]) -> Run | None:
-    if None in runs:
-        return None
+def _combined(combine: Callable[[list[Run]], Run | None], runs: Iterable[Run | None]) -> Run | None:
+    """Return the intersection or union of some runs, or None if one of them is none."""
+    known: list[Run] = []
+    for run in runs:
+        if run is None:
+            return None
+        known.append(run)
+    return combine(known)
+
+
+def _intersection(runs: Sequence[Run]) -> Run:
     firsts, lasts = ({bound for run in runs for bound in run[side]} for side in (0, 1))
     return Run(*(tuple(sorted(bounds, key=sympy.default_sort_key)) for bounds in (firsts, lasts)))
 
 
-def _union(runs: Sequence[Run | None]) -> Run | None:
+def _union(runs: Sequence[Run]) -> Run | None:
     """Return the union of runs that all begin, or all end, with the same bounds; None of others."""
-    if None in runs or not (len({run.firsts for run in runs}) == 1 or len({run.lasts for run in runs}) == 1):
-        return None
-    return _hull(runs)
+    is_run = len({run.firsts for run in runs}) == 1 or len({run.lasts for run in runs}) == 1
+    return _hull(runs) if is_run else None
 
 
 def _hull(runs: Sequence[Run]) -> Run:
@@ -391,6 +397,6 @@ def _gaps(runs: Sequence[Run]) -> tuple[Gap, ...]:
     """Return the keys between two runs: after the last of one, and before the first of the other."""
     if len(runs) != 2:
         return ()
-    pairs = ((one.last, other.first) for one, other in (runs, runs[::-1]) if one.lasts and other.firsts)
-    gaps = (Gap(last + 1, first - 1) for last, first in pairs)
+    pairs = ((one.last, other.first) for one, other in (runs, runs[::-1]))
+    gaps = (Gap(last + 1, first - 1) for last, first in pairs if last is not None and first is not None)
     return tuple(gap for gap in gaps if not (gap.first - gap.last).expand().is_positive)

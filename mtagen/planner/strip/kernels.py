@@ -415,7 +415,9 @@ class _Maker:
         if not tables or role.removeprefix("decode_") not in _READ_MASK:
             return arguments
         given = {argument.name for argument in arguments}
-        places = () if self._spec.packed else ("b0",) if role.startswith("decode_") else ("b0", "n_q", "key0")
+        places: tuple[str, ...] = (
+            () if self._spec.packed else ("b0",) if role.startswith("decode_") else ("b0", "n_q", "key0")
+        )
         places += ("tokens",) if self._pairs.reads_tokens else ()
         more = numbers("int32", *(name for name in places if name not in given))
         return (*arguments, *pointers(*(table.name for table in tables)), *more)
