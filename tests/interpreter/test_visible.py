@@ -63,10 +63,21 @@ def test_tiles_that_some_rows_see_in_part() -> None:
     assert not failures(Sizes(1, 2, 1, 130, 150), kernel=None, **MASKS["later half"])
 
 
-@pytest.mark.parametrize("mask", GAPS)
-@pytest.mark.parametrize("stages", ["plain", "a convolution"])
-def test_batch_with_gaps(mask: str, stages: str) -> None:
+@pytest.mark.parametrize(
+    ("stages", "mask"),
+    [
+        *(("plain", mask) for mask in GAPS),
+        *(("a convolution", mask) for mask in ("two windows", "documents by numbers", "a list in a window")),
+    ],
+)
+def test_batch_with_gaps(stages: str, mask: str) -> None:
     assert not failures(SIZES[0], SIZES[2], **STAGES[stages], **GAPS[mask])
+
+
+@pytest.mark.parametrize("stages", ["plain", "a convolution"])
+def test_blocks_without_a_visible_key(stages: str) -> None:
+    """The condition hides whole blocks at the beginning, and the bounds do not say so."""
+    assert not failures(Sizes(1, 2, 1, 4, 600), visible="j // 300 % 2 == 1", **STAGES[stages])
 
 
 @pytest.mark.parametrize("mask", ["sinks and a window", "two windows"])

@@ -46,6 +46,8 @@ class Mask:
         condition: digits that tell apart the conditions that kernels check for each pair; empty if first
             and last keys say all.
         has_gap: whether kernels skip keys between two runs of keys, which they read from memory, too.
+        skips_tiles: whether fused kernels look for a visible pair in each tile first. Conditions that read
+            parameters, such as numbers of documents, hide whole tiles; others hide some pairs of most.
         terms: the scores that count in a convolution. ``source``: scores whose own query sees their
             key. ``output``: scores whose key is seen by the query of the convolution's result.
     """
@@ -56,6 +58,7 @@ class Mask:
     is_tabulated: bool = False
     condition: str = ""
     has_gap: bool = False
+    skips_tiles: bool = False
 
     @classmethod
     def of(cls, spec: Spec) -> Mask:
@@ -72,7 +75,8 @@ class Mask:
         window = cls(spec.left, spec.right, terms)
         if spec.visible is None:
             return window
-        return replace(window, is_tabulated=True, condition=_condition(spec), has_gap=spec.has_gap)
+        skips = bool(spec.checked_parameters)
+        return replace(window, is_tabulated=True, condition=_condition(spec), has_gap=spec.has_gap, skips_tiles=skips)
 
     @property
     def name(self) -> str:

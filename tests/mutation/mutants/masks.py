@@ -89,6 +89,14 @@ MUTANTS = (
         (f"{INTERPRETED}::test_batch_with_gaps", f"{INTERPRETED}::test_batch_of_other_stages_with_gaps"),
     ),
     Mutant(
+        "mask-block-without-a-key",
+        f"{TRITON}/strip_rows.j2",
+        "peak = tl.full([BLOCK_H], -1e30, tl.float32)",
+        'peak = tl.full([BLOCK_H], float("-inf"), tl.float32)',
+        "The softmax is NaN after a block of keys that the condition hides.",
+        (f"{INTERPRETED}::test_blocks_without_a_visible_key",),
+    ),
+    Mutant(
         "mask-condition-only-in-bounds-of-rows",
         "mtagen/codegen/seen.py",
         'checked = f" & _meets(pairs, {key})" if self.mask.condition else ""',
