@@ -99,8 +99,8 @@ MUTANTS = (
     Mutant(
         "mask-condition-only-in-bounds-of-rows",
         "mtagen/codegen/seen.py",
-        'checked = f" & _meets(pairs, {key})" if self.mask.condition else ""',
-        'checked = ""',
+        'f"{between} & _meets(pairs, {key})" if self.mask.condition else between',
+        "between",
         "The softmax of strips takes keys that the condition hides.",
         (f"{INTERPRETED}::test_batch_with_gaps",),
     ),
