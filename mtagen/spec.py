@@ -61,7 +61,7 @@ class Argument(NamedTuple):
             which keys each query sees, ``boundaries`` say where packed documents begin, ``lengths``
             how many keys of a cache are in use.
         shape: its extents: numbers, and symbols such as ``B`` or ``H``, which are equal in all
-            tensors of a call. ``H/4`` is a quarter of ``H``.
+            tensors of a call. ``H/4`` is a quarter of ``H``, and ``ceil(Nk/64)`` is rounded up.
         dtypes: the dtypes that it may have; ``q`` is that of the queries.
         differentiable: whether the op has a gradient of it.
     """
@@ -78,8 +78,9 @@ class Argument(NamedTuple):
 
 
 def _extent(symbol: str, sizes: Mapping[str, int]) -> int:
-    name, _, divisor = symbol.partition("/")
-    return sizes[name] // int(divisor or 1)
+    name, _, divisor = symbol.removeprefix("ceil(").removesuffix(")").partition("/")
+    blocks, rest = divmod(sizes[name], int(divisor or 1))
+    return blocks + (symbol.startswith("ceil(") and rest > 0)
 
 
 # Queries, keys and values of a batch, of packed documents, and of a step of decoding, whose Nq counts the earlier
@@ -506,6 +507,10 @@ def _window(window: Any) -> tuple[int, int]:
 def _parameter_argument(name: str, axes: str, packed: bool) -> Argument:
     """Return the description of a parameter. Tokens of packed documents come first, as those of keys do."""
     symbols = {"b": "documents" if packed else "B", "h": "H", "i": "Nk", "j": "Nk"}
+    symbols |= {axis: f"ceil(Nk/{axis[3:]})" for axis in axes.split(",") if "//" in axis}
+    if packed and "//" in axes:
+        rule = "counts blocks of tokens, and packed documents begin anywhere"
+        raise SpecError(explain(f"parameters[{name!r}]", axes, rule, "axes b and j, or a batch"))
     shape: list[int | str] = [symbols.get(axis) or int(axis) for axis in axes.split(",") if axes]
     if packed and "Nk" in shape:
         if shape.count("Nk") > 1 or "documents" not in shape:

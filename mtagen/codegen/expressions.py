@@ -60,6 +60,7 @@ def triton_view(view: View, packed: bool, tokens: str = "all_tokens") -> str:
     """
     place = _place_of_view(view, packed, "entry", "own", "n_heads")
     wide = [f"({place}).to(tl.int64)"] if place else []
+    wide += [f"tl.cdiv({tokens}, {size})" for size in view.parameter.blocks] if place else []
     return _address(view, packed, f"{view.argument}_ptr", wide, tokens, "first_key")
 
 

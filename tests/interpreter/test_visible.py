@@ -39,6 +39,11 @@ GAPS: dict[str, dict[str, Any]] = {
         "visible": "((list[min(3, j // 8)] % 2 == 1) | (j == i)) & (abs(i - j) < 18)",
         "parameters": {"list": "4"},
     },
+    "chosen blocks": {
+        "causal": False,
+        "visible": "(blocks[b, i // 16, j // 16] % 3 == 1) | ((blocks[b, i // 16, j // 16] % 3 == 2) & (i - j < 9))",
+        "parameters": {"blocks": "b,i//16,j//16"},
+    },
     "not itself": {"causal": False, "visible": "~((j == i) | (j % 5 == i // 8)) & (j >= i // 2)"},
 }
 
@@ -84,6 +89,11 @@ def test_blocks_without_a_visible_key(stages: str) -> None:
 def test_tiles_in_a_gap(mask: str) -> None:
     """Blocks of queries and of keys have tiles that are skipped."""
     assert not failures(Sizes(2, 2, 1, 200, 220), kernel=None, **GAPS[mask])
+
+
+def test_tiles_in_blocks_that_are_not_chosen() -> None:
+    mask = {"visible": "blocks[b, i // 64, j // 64] % 2 == 1", "parameters": {"blocks": "b,i//64,j//64"}}
+    assert not failures(Sizes(2, 2, 1, 200, 220), kernel=None, causal=False, **mask)
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ class PairCondition:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether a parameter has a number for each token of a sequence."""
-        return any(view.token_axes for view in self.views)
+        """Whether a parameter has a number for each token of a sequence, or for blocks of tokens."""
+        return any(view.token_axes or view.parameter.blocks for view in self.views)
 
     @property
     def named(self) -> list[tuple[int, str]]:

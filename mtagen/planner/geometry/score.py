@@ -13,7 +13,7 @@ from sympy.logic.boolalg import Boolean
 
 from ...expressions import language
 from ...expressions.functions import functions_of
-from ...expressions.parameters import Parameter, read_parameters
+from ...expressions.parameters import Parameter, block_size, read_parameters
 from ...expressions.ranges import range_of
 from ...spec import Spec, parameter_name
 from .mask import Mask
@@ -100,6 +100,9 @@ class View:
                 row = row * axis + _cut(index, axis)
             elif axis in ("i", "j"):
                 row = row * TOKENS + language.Minimum(language.Maximum(index, 0), TOKENS - 1)
+            elif size := block_size(axis):
+                blocks = language.Floor((TOKENS + size - 1) / size)
+                row = row * blocks + language.Minimum(language.Maximum(index, 0), blocks - 1)
         return row
 
 
