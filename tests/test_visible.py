@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import warnings
 from typing import Any
 
@@ -415,7 +416,6 @@ def _pairs_of_text(rules: dict[str, Any], nq: int, nk: int) -> Tensor:
         ),
         ({"visible": "t[i // 8] > 0", "parameters": {"t": "h//8"}}, "is no axis"),
         ({"logits": "s * t[i // 8]", "parameters": {"t": "i//8"}}, "counts blocks of tokens"),
-        ({"visible": "t[i // 8] > 0", "parameters": {"t": "i//8"}, "packed": True}, "packed documents begin anywhere"),
         ({"visible": "s < 4"}, "the same for all scores and heads"),
         ({"visible": "j < h"}, "the same for all scores and heads"),
         ({"visible": "j < t[h]", "parameters": {"t": "h"}}, "the same for all scores and heads"),
@@ -449,6 +449,20 @@ def test_calls_that_are_refused() -> None:
             problem.op(**problem.call | options)
         with pytest.raises((InputError, SpecError)):
             mtagen.reference(**problem.call | options, **problem.rules)
+
+
+def test_maps_that_are_refused() -> None:
+    op = mtagen.build(kernel=None, head_dim=16, visible="t[b, i // 8, j // 8] > 0", parameters={"t": "b,i//8,j//8"})
+    q, k = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1, 16).expand(1, 1, 8 * 50_000, 16)
+    blocks = torch.zeros((), dtype=torch.int32).expand(1, 50_000, 50_000)
+    with pytest.raises(InputError, match=re.escape("less than 2**31 for a batch entry")):
+        op(q, k, k, parameters={"t": blocks})
+    with pytest.raises(InputError, match=r"must be integers.*torch\.int32"):
+        op(q, q, q, parameters={"t": torch.zeros(1, 1, 1, dtype=torch.int64)})
+    cu_seq = torch.tensor([0, 1], dtype=torch.int32)
+    ends = {"cu_seq_q": cu_seq, "cu_seq_k": cu_seq, "max_q": 1, "max_k": 1}
+    with pytest.raises(SpecError, match="packed documents begin anywhere"):
+        op.varlen(q[0], q[0], q[0], parameters={"t": torch.zeros(1, 1, 1, dtype=torch.int32)}, **ends)
 
 
 def test_layers() -> None:

@@ -198,6 +198,10 @@ class _Printer(ABC):
         text, tightness = self._integer(expr, self.fits(expr))
         return text if tightness >= binding else f"({text})"
 
+    def offset(self, expr: Expr) -> str:
+        """Print how many numbers of a view are before an entry."""
+        return self.integer(expr, _ATOM)
+
     def fits(self, expr: Expr) -> bool:
         """Return whether an int32 holds an integer, and all integers that it is computed from."""
         return _fits(expr)
@@ -213,7 +217,7 @@ class _Printer(ABC):
             return (str(expr.name) if fits else self.wide(str(expr.name))), _ATOM
         if isinstance(expr, Entry):
             view, offset = expr.args
-            entry = self.entry(view.name, self.integer(offset, _ATOM))
+            entry = self.entry(view.name, self.offset(offset))
             return (entry if fits else self.wide(entry)), _ATOM
         if isinstance(expr, Where):
             condition, value, other = expr.args
@@ -333,6 +337,10 @@ class _TritonConditionPrinter(_TritonPrinter):
 
     def fits(self, expr: Expr) -> bool:
         return isinstance(expr, Entry) or magnitude(expr) < 2**31
+
+    def offset(self, expr: Expr) -> str:
+        text, tightness = self._integer(expr, fits=True)  # calls check that views have less than 2**31 entries
+        return text if tightness == _ATOM else f"({text})"
 
     def condition(self, expr: Boolean) -> str:
         """Print a condition; of a comparison each side has the terms that it adds."""

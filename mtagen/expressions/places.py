@@ -12,7 +12,6 @@ from ..errors import SpecError, explain
 from .language import canonical, composed, names_in, text_of
 from .parameters import Parameter, read_parameters
 
-
 # The index of a block of tokens, as users and as canonical texts write it
 _BLOCKS = re.compile(r"(floor\()?(?P<token>[ij])(?(1)/|//)(?P<size>[0-9]+)(?(1)\))")
 
