@@ -168,7 +168,7 @@ def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[LiftPass]
         PlanError: a kernel does not fit the target; the message names the limit.
     """
     check_convolves_only(spec, "triton")
-    check_learned(spec, "lift", ("visible", "parameters", "sink"))
+    check_learned(spec, "lift", ("visible", "pairs", "parameters", "sink"))
     if spec.dtype not in target.dtypes:
         raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for this dtype", target.dtypes))
     geometry = lift(spec)
