@@ -35,7 +35,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "two bounds on a side": {"visible": "(abs(i - j) < 9) & (j >= i // 2)"},
     "nothing": {"visible": "(j < 2) & (j > 3)"},
 }
-# Masks whose keys may have gaps. Two of them have runs with a gap between them.
+# Masks whose keys may have gaps. The first three are two runs with a gap between them.
 GAPS: dict[str, dict[str, Any]] = {
     "sinks and a window": {"visible": "(j < 4) | (i - j < 9)"},
     "two windows": {
@@ -43,6 +43,7 @@ GAPS: dict[str, dict[str, Any]] = {
         "visible": "(abs(i - j) < 3) | ((i - j >= 12) & (i - j <= starts[b]))",
         "parameters": {"starts": "b"},
     },
+    "a gap that moves back": {"visible": "(j < 20 - i // 2) | (i - j < 4)"},
     "every other key": {"visible": "j % 2 == 0"},
     "a dilated window": {"visible": "((i - j) % 3 == 0) & (i - j < 20)"},
     "documents by numbers": {"visible": "ids[b, i] % 3 == ids[b, j] % 3", "parameters": {"ids": "b,i"}},
