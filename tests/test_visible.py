@@ -372,7 +372,7 @@ def conditions(draw: st.DrawFn, depth: int = 3) -> str:
     return f"{key} {compared} {draw(TERMS)}"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(conditions(), st.booleans(), st.sampled_from([(-1, -1), (5, -1), (-1, 3), (4, 2)]))
 def test_canonical_masks_hide_the_same(text: str, causal: bool, window: tuple[int, int]) -> None:
     try:
