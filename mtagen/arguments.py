@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .dtypes import ARGUMENT_DTYPES
 from .errors import InputError, explain
-from .spec import BATCH, PACKED, SINK, Argument
+from .spec import BATCH, CHECKED_INTEGERS, PACKED, SINK, Argument
 
 _LARGEST = sys.float_info.max
 Named: TypeAlias = Sequence[tuple[str, Tensor]]
@@ -227,5 +227,9 @@ def check_learned(
             raise InputError(explain(f"{name}.dtype", x.dtype, rule, (*dtypes,)))
         if x.device != q.device:
             raise InputError(explain(f"{name}.device", x.device, "must be on q's device", q.device))
+        entries = sizes["B"] if argument.shape[:1] == ("B",) else 1
+        if argument.dtypes == CHECKED_INTEGERS and x.numel() >= 2**31 * entries:
+            rule = "has more numbers than kernels count in 32 bits"
+            raise InputError(explain(f"{name}.shape", shape, rule, "less than 2**31 for a batch entry"))
         checked.append(x)
     return checked

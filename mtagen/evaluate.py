@@ -10,8 +10,8 @@ import torch
 from sympy import Expr, Symbol
 from torch import Tensor
 
-from .expressions.bounds import bounds_of
-from .expressions.language import ENTRY, POSITION, Floor, Load, Maximum, Minimum, Where, split_sum
+from .expressions.bounds import seen_by
+from .expressions.language import ENTRY, KEY, POSITION, Floor, Load, Maximum, Minimum, Where, split_sum
 from .spec import Spec
 
 _FUNCTIONS: dict[type[sympy.Basic], Callable[..., Tensor]] = {
@@ -64,7 +64,7 @@ class Bounds:
     """
 
     def __init__(self, spec: Spec, parameters: Mapping[str, Tensor]) -> None:
-        self._bounds = bounds_of(spec.visible, spec.parameters)
+        self._seen = seen_by(spec.visible, spec.parameters)
         self._parameters = parameters
 
     def hidden(self, positions: Tensor, keys: Tensor, entries: Tensor) -> Tensor | None:
@@ -76,9 +76,12 @@ class Bounds:
         if not keys.numel():  # parameters of tokens are empty, too
             return None
         first, last = self.keys(positions, entries)
-        if first is None:
-            return None if last is None else keys > last
-        return keys < first if last is None else (keys < first) | (keys > last)
+        hidden = [] if first is None else [keys < first]
+        hidden += [] if last is None else [keys > last]
+        if self._seen.checked != sympy.true:
+            values = {POSITION: positions, KEY: keys, ENTRY: entries}
+            hidden.append(~_Evaluation(values, self._parameters).of(self._seen.checked))
+        return reduce(torch.logical_or, hidden) if hidden else None
 
     def keys(self, positions: Tensor, entries: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the first and the last key of the queries at some positions, int64, or None for no bound.
@@ -86,11 +89,29 @@ class Bounds:
         Args:
             positions, entries: positions and batch entries, int64, which broadcast.
         """
-        values = {POSITION: positions, ENTRY: entries}
+        run = self._seen.run
         first, last = (
-            None if bound is None else evaluate_integer(bound, values, self._parameters) for bound in self._bounds
+            None if bound is None else self._of_queries(bound, positions, entries) for bound in (run.first, run.last)
         )
         return first, last
+
+    def gap(self, positions: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the first and the last key of the longest gap between two runs of keys, int64.
+
+        The last key is before the first where there is no gap.
+
+        Args:
+            positions, entries: positions and batch entries, int64, which broadcast.
+        """
+        first, last = torch.zeros_like(positions), torch.full_like(positions, -1)
+        for gap in self._seen.gaps:
+            begin, end = (self._of_queries(bound, positions, entries).clamp(min=-1) for bound in gap)
+            is_longer = end - begin.clamp(min=0) > last - first
+            first, last = torch.where(is_longer, begin.clamp(min=0), first), torch.where(is_longer, end, last)
+        return first, last
+
+    def _of_queries(self, bound: Expr, positions: Tensor, entries: Tensor) -> Tensor:
+        return evaluate_integer(bound, {POSITION: positions, ENTRY: entries}, self._parameters)
 
 
 class _Evaluation:

@@ -76,11 +76,12 @@ def build(
         logits: replaces the input of the softmax by an expression in s, the score after the
             convolution and the mixing.
         visible: which keys a query sees, besides ``causal`` and ``window``: a condition in i, j, b and
-            parameters that a run of keys meets, such as ``(j <= i) | (j < prefix[b])`` with
-            ``causal=False``, or ``i // 64 == j // 64``. Parameters that it reads are integers.
+            parameters, such as ``(j <= i) | (j < prefix[b])`` with ``causal=False``, ``i // 64 ==
+            j // 64`` or ``(j < 4) | (i - j < 128)``. Parameters that it reads are integers.
         parameters: declares the tensors that expressions read, as name -> axes; each call passes the
             tensors. Axes are ``b`` (batch entries), ``h`` (heads of queries), ``i`` or ``j``
-            (tokens) and numbers (the entries of a table): ``{"slopes": "h", "table": "h,65"}``.
+            (tokens) and numbers (the entries of a table): ``{"slopes": "h", "table": "h,65"}``. Those
+            of ``visible`` may count blocks of tokens, too: ``{"blocks": "b,i//64,j//64"}``.
         sink: adds a learned logit per head to the softmax's denominator; each call passes ``sink``,
             shape (H,).
         value_head_dim: DV, default D.

@@ -61,7 +61,7 @@ class Argument(NamedTuple):
             which keys each query sees, ``boundaries`` say where packed documents begin, ``lengths``
             how many keys of a cache are in use.
         shape: its extents: numbers, and symbols such as ``B`` or ``H``, which are equal in all
-            tensors of a call. ``H/4`` is a quarter of ``H``.
+            tensors of a call. ``H/4`` is a quarter of ``H``, and ``ceil(Nk/64)`` is rounded up.
         dtypes: the dtypes that it may have; ``q`` is that of the queries.
         differentiable: whether the op has a gradient of it.
     """
@@ -78,8 +78,9 @@ class Argument(NamedTuple):
 
 
 def _extent(symbol: str, sizes: Mapping[str, int]) -> int:
-    name, _, divisor = symbol.partition("/")
-    return sizes[name] // int(divisor or 1)
+    name, _, divisor = symbol.removeprefix("ceil(").removesuffix(")").partition("/")
+    blocks, rest = divmod(sizes[name], int(divisor or 1))
+    return blocks + (symbol.startswith("ceil(") and rest > 0)
 
 
 # Queries, keys and values of a batch, of packed documents, and of a step of decoding, whose Nq counts the earlier
@@ -101,7 +102,8 @@ STEP = tuple(
 BOUNDARIES = tuple(
     Argument(name, "boundaries", ("documents + 1",), ("int32",), False) for name in ("cu_seq_q", "cu_seq_k")
 )
-INTEGERS = ("int32", "int64")  # dtypes of parameters that a mask reads
+INTEGERS = ("int32", "int64")  # dtypes of parameters from which a call computes a mask's bounds
+CHECKED_INTEGERS = ("int32",)  # and of those that kernels read to check each pair of a query and a key
 SINK = Argument("sink", "sinks", ("H",), ("fp32", "q"))
 SEED = Argument("dropout_seed", "seed", (2,), ("int64",), False)
 UNSEEING = 2**30, -1  # the first and the last key, in tables, of a query that sees none
@@ -112,6 +114,14 @@ TABLES = (
     Argument("last_keys", "tables", ("B", "Nq"), ("int32",), False),
     Argument("first_rows", "tables", ("B", "Nk"), ("int32",), False),
     Argument("end_rows", "tables", ("B", "Nk"), ("int32",), False),
+)
+# Of masks by which each query sees two runs of keys: the first and the last key between them; and for each key j the
+# first row from which on all rows have keys >= j between their runs, and the end of the rows that all have keys <= j.
+GAP_TABLES = (
+    Argument("first_hidden", "tables", ("B", "Nq"), ("int32",), False),
+    Argument("last_hidden", "tables", ("B", "Nq"), ("int32",), False),
+    Argument("first_hidden_rows", "tables", ("B", "Nk"), ("int32",), False),
+    Argument("end_hidden_rows", "tables", ("B", "Nk"), ("int32",), False),
 )
 LENGTHS = Argument("cache_seqlens", "lengths", ("B",), ("int32",), False)
 
@@ -159,8 +169,8 @@ class Spec:
         parameters: the tensors that expressions and ``visible`` read, and the axes of each:
             ``{"table": "h,65"}``. The field is pairs of name and axes.
         visible: which keys a query sees within causality and window, a condition in i, j, b and parameters of
-            integers that a run of keys meets: ``(j <= i) | (j < prefix[b])``. A text or a function;
-            the field is a text in canonical form, or None if the window says the same.
+            integers: ``(j <= i) | (j < prefix[b])``. A text or a function; the field is a text in
+            canonical form, or None if the window says the same.
         sink: adds a learned logit per head to the softmax's denominator; each call passes ``sink``,
             shape (H,).
         packed: whether q, k and v hold packed documents, each a sequence of its own, instead of a
@@ -357,9 +367,12 @@ class Spec:
     def learned_arguments(self) -> tuple[Argument, ...]:
         """The sink and the parameters that the op takes. Parameters of the mask are integers."""
         described = (_parameter_argument(*pair, self.packed) for pair in self.parameters)
-        masks = self.mask_parameters
+        masks, checked = self.mask_parameters, self.checked_parameters
         return (SINK,) * self.sink + tuple(
-            x._replace(dtypes=INTEGERS, differentiable=False) if x.name in masks else x for x in described
+            x._replace(dtypes=CHECKED_INTEGERS if x.name in checked else INTEGERS, differentiable=False)
+            if x.name in masks
+            else x
+            for x in described
         )
 
     @cached_property
@@ -371,16 +384,43 @@ class Spec:
 
         return parameters_in(self.visible, self.parameters)
 
+    @cached_property
+    def checked_parameters(self) -> frozenset[str]:
+        """The parameters that kernels read for each pair of a query and a key, because bounds do not say all."""
+        if self.visible is None:
+            return frozenset()
+        from .expressions.bounds import loaded, seen_by  # imported here, because it loads sympy
+
+        return loaded(seen_by(self.visible, self.parameters).checked)
+
+    @cached_property
+    def has_gap(self) -> bool:
+        """Whether kernels skip the keys between two runs of keys that a query sees. Only fused kernels do."""
+        if self.visible is None or not self.is_fusible:
+            return False
+        from .expressions.bounds import seen_by  # imported here, because it loads sympy
+
+        return bool(seen_by(self.visible, self.parameters).gaps)
+
     def tables(self, pass_name: str) -> tuple[Argument, ...]:
         """Return the tables of the mask that kernels of a pass take; none if the mask is a window.
 
-        Only fused kernels of backward passes own keys, and look for the rows that see them.
+        Those of keys come last. Only fused kernels of backward passes own keys, and look for the rows
+        that see them.
         """
         if self.visible is None:
             return ()
-        taken = TABLES if pass_name == "backward" and self.is_fusible else TABLES[:2]
+        owns_keys = pass_name == "backward" and self.is_fusible
+        hidden = GAP_TABLES if self.has_gap and pass_name != "decode" else ()
+        taken = (*TABLES[:2], *hidden[:2], *((*TABLES[2:], *hidden[2:]) if owns_keys else ()))
         totals = {"Nq": ("total_q",), "Nk": ("total_k",)}
         return tuple(x._replace(shape=totals[str(x.shape[1])]) for x in taken) if self.packed else taken
+
+    @cached_property
+    def checked_arguments(self) -> tuple[Argument, ...]:
+        """The parameters that kernels read to check pairs, as they take them: after the mask's tables."""
+        checked = (x for x in self.learned_arguments if x.name in self.checked_parameters)
+        return tuple(x._replace(name=parameter_name(x.name)) for x in checked)
 
     @cached_property
     def packed_learned_arguments(self) -> tuple[Argument, ...]:
@@ -481,6 +521,10 @@ def _window(window: Any) -> tuple[int, int]:
 def _parameter_argument(name: str, axes: str, packed: bool) -> Argument:
     """Return the description of a parameter. Tokens of packed documents come first, as those of keys do."""
     symbols = {"b": "documents" if packed else "B", "h": "H", "i": "Nk", "j": "Nk"}
+    symbols |= {axis: f"ceil(Nk/{axis[3:]})" for axis in axes.split(",") if "//" in axis}
+    if packed and "//" in axes:
+        rule = "counts blocks of tokens, and packed documents begin anywhere"
+        raise SpecError(explain(f"parameters[{name!r}]", axes, rule, "axes b and j, or a batch"))
     shape: list[int | str] = [symbols.get(axis) or int(axis) for axis in axes.split(",") if axes]
     if packed and "Nk" in shape:
         if shape.count("Nk") > 1 or "documents" not in shape:
@@ -490,6 +534,11 @@ def _parameter_argument(name: str, axes: str, packed: bool) -> Argument:
             raise SpecError(explain(f"parameters[{name!r}]", axes, rule, "axes b and j, or without i and j"))
         shape = ["total_k", *(extent for extent in shape if extent not in ("Nk", "documents"))]
     return Argument(name, "parameters", tuple(shape), ("fp32", "q"))
+
+
+def parameter_name(name: str) -> str:
+    """Return the name of a parameter in host functions and kernels."""
+    return f"parameter_{name}"
 
 
 def _listed(value: Any) -> Any:

@@ -35,6 +35,9 @@ READ = {
 }
 # A mask that is no window, of numbers of batch entries or documents.
 PREFIX = {"causal": False, "visible": "(j <= i) | (j < prefix[b])", "parameters": {"prefix": "b"}}
+# Conditions that kernels check for each pair: two runs with a gap, and one that reads numbers of documents.
+SINKS_AND_WINDOW = {"visible": "(j < 4) | (i - j < 70)"}
+NUMBERED = {"visible": "(numbers[b] + i // 50 - j // 50) % 3 != 1", "parameters": {"numbers": "b"}}
 # The fused backward pass of "tile" has gradients of what these read.
 OF_HEADS = {
     "logits": "s / 2 - slopes[h] * (i - j) / 16 + shifts[b, h] * log(abs(i - j) + 1)",

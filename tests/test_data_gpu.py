@@ -50,6 +50,10 @@ DATA: dict[str, dict[str, Any]] = {
     "packed, a window, parameters, sinks": {**problems.READ, "sink": True, "packed": True, "window": (70, 0)},
     "parameters of heads, sinks": {**problems.OF_HEADS, "sink": True},
     "a mask in tables": {**problems.PREFIX, "dropout": True},
+    "sinks and a window": problems.SINKS_AND_WINDOW,
+    "packed, sinks and a window": {**problems.SINKS_AND_WINDOW, "packed": True},
+    "a condition of numbers": {**problems.NUMBERED, "dropout": True},
+    "packed, a condition of numbers, a window": {**problems.NUMBERED, "packed": True, "window": (90, 0)},
     "packed, a mask in tables, a window": {**problems.PREFIX, "packed": True, "window": (70, 90)},
     "three places": {"scores": "3 * tanh(s / 3) + 1", "convolved": "s + tanh(s)", "logits": problems.LOGITS},
 }

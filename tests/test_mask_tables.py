@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from test_loops import BLOCKS, compiled, visited
-from test_visible import MASKS, Problem, pairs
+from test_visible import GAPS, MASKS, Problem, pairs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,6 +19,8 @@ from mtagen.planner.geometry.mask import Mask
 from mtagen.spec import Spec
 
 TABULATED = Mask(None, None, is_tabulated=True)
+CHECKED = Mask(None, None, is_tabulated=True, condition="if01234567")
+WITH_GAP = Mask(None, None, is_tabulated=True, condition="if01234567", has_gap=True)
 SIZES = [(30, 37), (1, 1), (9, 5), (16, 16)]
 
 
@@ -96,6 +98,52 @@ def test_integers_that_int32_cannot_hold() -> None:
     first, last = mask_tables.of_call(problem.spec, call_of(problem), "forward")
     assert first.tolist() == [[0, 2**30, 0, 2**30]]
     assert last.tolist() == [[0, -1, 2, -1]]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("mask", GAPS)
+def test_tables_of_a_batch_with_gaps(mask: str, sizes: tuple[int, int]) -> None:
+    """The first and the last keys contain what is seen, no key of a gap is seen, and parameters that kernels read
+    follow."""
+    problem = Problem(GAPS[mask] | {"kernel": None}, *sizes)
+    made = mask_tables.of_call(problem.spec, call_of(problem), "backward")
+    names = [x.name for x in (*problem.spec.tables("backward"), *problem.spec.checked_arguments)]
+    tables = dict(zip(names, made, strict=True))
+    seen = pairs(problem.rules, problem.parameters, 3, *sizes)
+    assert not (seen & ~seen_by(tables["first_keys"], tables["last_keys"], sizes[1])).any()
+    assert problem.spec.has_gap == ("first_hidden" in names) == (mask in [*GAPS][:3])
+    for name in problem.spec.checked_parameters:
+        assert torch.equal(tables[f"parameter_{name}"], problem.parameters[name])
+    if not problem.spec.has_gap:
+        return
+    in_gap = seen_by(tables["first_hidden"], tables["last_hidden"], sizes[1])
+    assert not (seen & in_gap).any()
+    rows = torch.arange(sizes[0])[:, None]
+    whole = (rows >= tables["first_hidden_rows"][:, None]) & (rows < tables["end_hidden_rows"][:, None])
+    assert not (whole & ~in_gap).any()
+    if sizes == (30, 37):
+        assert whole[:, 20:].any()
+        short = mask_tables.of_call(problem.spec, call_of(problem), "forward")
+        assert all(map(torch.equal, short[:4], made[:4]))
+
+
+def test_gaps_of_documents() -> None:
+    """Rows of one document tell nothing about another."""
+    problem = Problem(GAPS["sinks and a window"] | {"kernel": None}, 40, 40, batch=1)
+    lengths = [3, 0, 20, 14]  # and rows that belong to none
+    cu_seq = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    packed = {name: problem.tensors[name][0].transpose(0, 1) for name in "qkv"}
+    call = call_of(problem, **packed, cu_seq_q=cu_seq, cu_seq_k=cu_seq, max_q=20, max_k=20)
+    *_, first_hidden, last_hidden, _, _, first_rows, end_rows = mask_tables.of_call(problem.spec, call, "backward")
+    for begin, n in zip(cu_seq.tolist(), lengths, strict=False):
+        own = slice(begin, begin + n)
+        seen = pairs(problem.rules, {}, 1, n, n)[0]
+        in_gap = seen_by(first_hidden[own], last_hidden[own], n)
+        assert not (seen & in_gap).any()
+        rows = torch.arange(n)[:, None]
+        whole = (rows >= first_rows[own]) & (rows < end_rows[own])
+        assert not (whole & ~in_gap).any()
+        assert whole.any() == (n > 13)
 
 
 @pytest.mark.parametrize("mask", [name for name in MASKS if name != "begins with a token"])
@@ -178,6 +226,53 @@ def test_loops_visit_the_tiles_that_rows_see(blocks: tuple[int, int], seed: int)
     rows = visited(of_rows(**step), block_m)
     assert not any(interior for _, interior in rows)
     assert set(range(3, 11)) <= {start + n for start, _ in rows for n in range(block_m)}
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("seed", range(6))
+def test_loops_skip_tiles_in_a_gap(blocks: tuple[int, int], seed: int) -> None:
+    """All tiles outside of gaps are visited once and checked, and tiles that all rows have in their gaps are not."""
+    block_m, block_n = blocks
+    generator = torch.Generator().manual_seed(seed)
+    n_k, rows = 40, block_m
+    first, first_hidden = torch.randint(0, 12, (2, rows), generator=generator)
+    last, last_hidden = torch.randint(20, n_k, (2, rows), generator=generator)
+    if seed % 3 == 2:  # a row without a gap
+        first_hidden[0], last_hidden[0] = 0, -1
+    extremes = {"least_first": first.min(), "most_first": first.max(), "least_last": last.min()}
+    extremes |= {
+        "most_last": last.max(),
+        "most_first_hidden": first_hidden.max(),
+        "least_last_hidden": last_hidden.min(),
+    }
+    numbers = {name: int(x) for name, x in extremes.items()}
+    loop = key_loop(WITH_GAP)
+    begin, gap_begin, gap_end, end = compiled(loop)(BLOCK_M=block_m, BLOCK_N=block_n, **numbers)
+    assert [segment.edge for segment in loop.segments] == [True, True]
+    starts = [*range(begin, gap_begin, block_n), *range(gap_end, end, block_n)]
+    assert all(start % block_n == 0 for start in starts)
+    assert starts == sorted({*starts})
+    for start in range(0, n_k, block_n):
+        keys = torch.arange(start, min(start + block_n, n_k))
+        in_run = (keys >= first[:, None]) & (keys <= last[:, None])
+        in_gap = (keys >= first_hidden[:, None]) & (keys <= last_hidden[:, None])
+        assert start in starts or not (in_run & ~in_gap).any()
+        assert start not in starts or not (in_gap.all() and start + block_n <= n_k)
+    step = {"first_row": 3, "end_row": 35, "first_hidden_row": 9, "end_hidden_row": 30}
+    begin, gap_begin, gap_end, end = compiled(row_loop(WITH_GAP))(BLOCK_M=block_m, BLOCK_N=block_n, **step)
+    visited_rows = {
+        row
+        for part in ((begin, gap_begin), (gap_end, end))
+        for i0 in range(*part, block_m)
+        for row in range(i0, i0 + block_m)
+    }
+    assert {*range(3, 9), *range(30, 35)} <= visited_rows
+    assert len(visited_rows & {*range(9, 30)}) < 2 * block_m
+
+
+def test_conditions_have_no_interior() -> None:
+    assert [segment.edge for segment in key_loop(CHECKED).segments] == [True]
+    assert [segment.edge for segment in row_loop(CHECKED).segments] == [True]
 
 
 def test_windows_have_no_tables() -> None:

@@ -11,6 +11,7 @@ from sympy import Expr, Integer, Rational
 from sympy.logic.boolalg import Boolean
 
 from ..expressions.language import Maximum, Minimum, Where, split_sum
+from ..expressions.ranges import magnitude
 from ..planner.geometry.score import Entry, FastTanh, View
 
 _SUM, _PRODUCT, _ATOM = range(3)  # how tightly a piece of text binds
@@ -44,11 +45,23 @@ def triton_place(expr: Expr) -> str:
     return _TritonPrinter().integer(expr)
 
 
-def triton_view(view: View, packed: bool) -> str:
-    """Print the address of what a head of a sequence reads of a parameter, as Triton."""
+def triton_condition(condition: Boolean) -> str:
+    """Print a condition of integers of places and of entries of parameters as Triton."""
+    return _TritonConditionPrinter().condition(condition)
+
+
+def triton_view(view: View, packed: bool, tokens: str = "all_tokens") -> str:
+    """Print the address of what a head of a sequence reads of a parameter, as Triton.
+
+    Args:
+        view: what is read.
+        packed: whether documents are packed.
+        tokens: number of tokens of all sequences.
+    """
     place = _place_of_view(view, packed, "entry", "own", "n_heads")
     wide = [f"({place}).to(tl.int64)"] if place else []
-    return _address(view, packed, f"{view.argument}_ptr", wide, "all_tokens", "first_key")
+    wide += [f"tl.cdiv({tokens}, {size})" for size in view.parameter.blocks] if place else []
+    return _address(view, packed, f"{view.argument}_ptr", wide, tokens, "first_key")
 
 
 def c_view(view: View, packed: bool) -> str:
@@ -182,8 +195,16 @@ class _Printer(ABC):
 
     def integer(self, expr: Expr, binding: int = _SUM) -> str:
         """Print an integer. It has 64 bits where 32 may not hold it."""
-        text, tightness = self._integer(expr, _fits(expr))
+        text, tightness = self._integer(expr, self.fits(expr))
         return text if tightness >= binding else f"({text})"
+
+    def offset(self, expr: Expr) -> str:
+        """Print how many numbers of a view are before an entry."""
+        return self.integer(expr, _ATOM)
+
+    def fits(self, expr: Expr) -> bool:
+        """Return whether an int32 holds an integer, and all integers that it is computed from."""
+        return _fits(expr)
 
     def _integer(self, expr: Expr, fits: bool) -> tuple[str, int]:
         def part(x: Expr, binding: int = _SUM) -> str:
@@ -194,6 +215,10 @@ class _Printer(ABC):
             return str(expr), _ATOM if expr >= 0 else _SUM
         if expr.is_Symbol:
             return (str(expr.name) if fits else self.wide(str(expr.name))), _ATOM
+        if isinstance(expr, Entry):
+            view, offset = expr.args
+            entry = self.entry(view.name, self.offset(offset))
+            return (entry if fits else self.wide(entry)), _ATOM
         if isinstance(expr, Where):
             condition, value, other = expr.args
             return self.choice(self.condition(condition), part(value, _PRODUCT), part(other, _PRODUCT)), _ATOM
@@ -305,6 +330,28 @@ class _TritonPrinter(_Printer):
 
     def as_real(self, integer: str) -> str:
         return f"({integer}).to(tl.float32)"
+
+
+class _TritonConditionPrinter(_TritonPrinter):
+    """Prints the condition of a mask, whose places and entries are known to be in 32 bits."""
+
+    def fits(self, expr: Expr) -> bool:
+        return isinstance(expr, Entry) or magnitude(expr) < 2**31
+
+    def offset(self, expr: Expr) -> str:
+        text, tightness = self._integer(expr, fits=True)  # calls check that views have less than 2**31 entries
+        return text if tightness == _ATOM else f"({text})"
+
+    def condition(self, expr: Boolean) -> str:
+        """Print a condition; of a comparison each side has the terms that it adds."""
+        if not expr.is_Relational:
+            return super().condition(expr)
+        terms = sympy.Add.make_args((expr.lhs - expr.rhs).expand())
+        sides = (
+            sympy.Add(*(term for term in terms if not _is_negative(term))),
+            sympy.Add(*(-term for term in terms if _is_negative(term))),
+        )
+        return f" {expr.rel_op} ".join(self.integer(side, _PRODUCT) for side in sides)
 
 
 def _fits(expr: Expr) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..planner.geometry.mask import Mask
+from ..planner.geometry.pairs import PairCondition
 from .layout import Batch
 
 
@@ -18,12 +19,14 @@ class StripRows(NamedTuple):
         first_row: first row of the strip that exists.
         end_row: end of the rows that exist.
         first_key: the sequence's key that is key 0 of planes.
+        entry: the batch entry or document.
     """
 
     table_index: str
     first_row: str
     end_row: str
     first_key: str
+    entry: str
 
     def limits(self, row: str) -> str:
         """Return the arguments of functions that read the first and the last key of ``row``."""
@@ -77,6 +80,10 @@ class ByPosition:
         """
         text = f"row {row} of a strip has no tables of keys, because its mask is a window"
         raise ValueError(text)
+
+    def pairs_in_strip(self, row: str, strip: Sequence[str]) -> Sequence[str]:
+        """Return code that assigns what a condition needs of a row of a strip; empty without one."""
+        return []
 
     def later(self, query: str, rows: str) -> str:
         """Return the query ``rows`` below ``query``, to mask a convolution's terms."""
@@ -138,13 +145,75 @@ class InTables(ByPosition):
         return axes[axis].begin(entry if self.layout.has_entries else "0")
 
 
+@dataclass(frozen=True)
+class Checked(InTables):
+    """A mask in tables that checks a condition for each pair besides.
+
+    A query is a pair: its first and last key, and what the condition needs of it.
+
+    Attributes:
+        has_gap: whether loops skip keys between two runs.
+        condition: the condition.
+    """
+
+    has_gap: bool = False
+    condition: PairCondition = field(default_factory=PairCondition)
+
+    def at(self, rows: str, entry: str) -> Sequence[str]:
+        (limits,) = super().at(rows, entry)
+        name, _, limits = limits.partition(" = ")
+        assert self.layout is not None, "kernels of strips say themselves where their rows are"
+        sequence = entry if self.layout.has_entries else "sequence"
+        return [f"{name} = ({limits}, {self._pairs(f'({rows})[:, None] + off', '0', sequence, 'n_k')})"]
+
+    def of_step(self, position: str, new: str) -> str:
+        own = super(InTables, self).of_step(position, new)
+        return f"({super().of_step(position, new)}, {self._pairs(own, '0', 'b', 'n_max')})"
+
+    def in_strip(self, rows: str, strip: Sequence[str]) -> str:
+        return f"({super().in_strip(rows, strip)}, {self._in_strip(f'(first + {rows} + off', strip, ')[:, None]')})"
+
+    def pairs_in_strip(self, row: str, strip: Sequence[str]) -> Sequence[str]:
+        return [f"pairs = {self._in_strip(f'first + {row} + off', strip)}"]
+
+    def of_own_rows(self, rows: str, entry: str) -> Sequence[str]:
+        extremes = f"least_first, most_first, least_last, most_last = _extremes({self.rows}[0])"
+        begin = self._begin("queries", entry)
+        tables = f"first_hidden_ptr + {begin}, last_hidden_ptr + {begin}"
+        gap = f"most_first_hidden, least_last_hidden = _extremes_of_gaps({tables}, {rows}, n_q)"
+        return [*self.at(rows, entry), extremes, *([gap] * self.has_gap)]
+
+    def of_own_keys(self, entry: str) -> Sequence[str]:
+        begin = self._begin("keys", entry)
+        gap = [
+            f"first_hidden_row = tl.load(first_hidden_rows_ptr + {begin} + tl.minimum(j0 + BLOCK_N, n_k) - 1)",
+            f"end_hidden_row = tl.load(end_hidden_rows_ptr + {begin} + j0)",
+        ]
+        return [*super().of_own_keys(entry), *(gap if self.has_gap else [])]
+
+    def _in_strip(self, position: str, strip: Sequence[str], shape: str = "") -> str:
+        fields = StripRows(*strip)
+        position = f"{position} + {fields.first_key}{shape}"
+        return self._pairs(position, fields.first_key, fields.entry, "tokens")
+
+    def _pairs(self, position: str, first_key: str, entry: str, tokens: str) -> str:
+        """Return what the condition needs of queries at ``position``, counted like keys from the sequence's first."""
+        views = self.condition.views
+        read = [entry] * any(view.has_entries for view in views) + [tokens] * self.condition.reads_tokens
+        read += [f"{view.argument}_ptr" for view in views]
+        return f"_pairs({', '.join((position, first_key, *read))})"
+
+
 def _tables(begin: str) -> str:
     """Return the pointers of both tables of queries, from an entry on."""
     return f"first_keys_ptr + {begin}, last_keys_ptr + {begin}"
 
 
-def masks_of(mask: Mask, layout: Batch | None = None) -> ByPosition:
-    """Return the texts for a mask."""
+def masks_of(mask: Mask, condition: PairCondition, layout: Batch | None = None) -> ByPosition:
+    """Return the texts for a mask and the condition that it checks."""
     if not mask.is_tabulated:
         return ByPosition(layout)
+    if mask.condition:
+        query = "query", "a query with what the mask needs of it", "query"
+        return Checked(layout, *query, has_gap=mask.has_gap, condition=condition)
     return InTables(layout, "limits", "a query with a first and a last key", "limits")

@@ -19,8 +19,8 @@ def learned(spec: Spec) -> Sequence[str]:
 
 
 def tables(spec: Spec, pass_name: str) -> str:
-    """Return the tables of the mask that a pass takes as parameters of host functions, after others."""
-    return "".join(f", {argument.name}" for argument in spec.tables(pass_name))
+    """Return the parameters that the mask adds to host functions: its tables, and what kernels check pairs by."""
+    return "".join(f", {argument.name}" for argument in (*spec.tables(pass_name), *spec.checked_arguments))
 
 
 def parts_call(

@@ -55,7 +55,7 @@ def loop_source(loop: Loop, first: str = "", last: str = "") -> LoopSource:
     assignments: list[tuple[str, str]] = []
     clipped: list[tuple[str, str]] = []
     texts: dict[Expr, str] = {}
-    for name, position in zip(Loop._fields, loop, strict=True):
+    for name, position in zip(loop.names, loop, strict=True):
         if position in texts:
             continue
         if position == 0:
@@ -136,8 +136,11 @@ def visible(mask: Mask, position: str, key: str, last_position: str = "") -> str
     """Return the condition that the query at a position sees a key that exists.
 
     With ``last_position`` the condition is that any query from ``position`` to there sees the key. For a
-    mask in tables, ``position`` is the pair of the first and the last key that the query sees.
+    mask in tables, ``position`` is the pair of the first and the last key that the query sees. For a
+    condition, it is a pair: that pair, and what the condition needs of the query.
     """
+    if mask.condition:
+        return f"({key} >= {position}[0][0]) & ({key} <= {position}[0][1]) & _meets({position}[1], {key})"
     if mask.is_tabulated:
         return f"({key} >= {position}[0]) & ({key} <= {position}[1])"
     return all_of(mask.visible(Source(position), Source(key), Source(last_position or position)))

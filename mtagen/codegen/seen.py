@@ -97,7 +97,8 @@ class Seen:
 
     def between(self, key: str, start: str, end: str) -> str:
         """Return the condition that a key is seen by a row that sees the keys start <= key < end."""
-        return f"({key} >= {start}) & ({key} < {end})" if self._hides_first_keys else f"{key} < {end}"
+        between = f"({key} >= {start}) & ({key} < {end})" if self._hides_first_keys else f"{key} < {end}"
+        return f"{between} & _meets(pairs, {key})" if self.mask.condition else between
 
     # ---- A chunk of keys, from chunk_begin to chunk_end, of which some row sees begin .. end.
 

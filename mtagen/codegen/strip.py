@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from ..planner.geometry.cache import Cache
+from ..planner.geometry.pairs import PairCondition
 from ..planner.geometry.score import ScoreFunction, ScoreStage, views_of
 from ..planner.kernel import Kernel
 from ..planner.strip import kernels
@@ -41,6 +42,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
     """Return the names that the templates use."""
     spec, stages, mask = module.spec, module.stages, module.mask
     of_scores, of_convolved, of_logits = (ScoreStage.of(spec, place) for place in EXPRESSIONS)
+    pairs = PairCondition.of(spec)
     wide = spec.dtype == "fp32"
     unseen = "unseen" if spec.packed else "key0"
     return {
@@ -51,7 +53,10 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "options": host.options(spec),
         "mask": mask,
         "cache": Cache.of(spec),
-        "masks": masks_of(mask),
+        "masks": masks_of(mask, pairs),
+        "pairs": pairs,
+        # The argument of `_between` for what a condition needs of a row
+        "of_pairs": ", pairs" if pairs.is_checked else "",
         "limits": module.limits,
         "pitch_multiple": module.limits.pitch_multiple,
         # Constants of all modules

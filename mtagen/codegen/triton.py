@@ -11,6 +11,7 @@ import jinja2
 import sympy
 
 from ..planner.geometry.cache import Cache
+from ..planner.geometry.pairs import PairCondition
 from ..planner.geometry.score import ScoreStage
 from ..planner.geometry.sequence import SEQUENCE
 from ..planner.kernel import Argument, Kernel
@@ -22,7 +23,7 @@ from ..planner.targets import get_target
 from ..spec import UNSEEING
 from ..version import __version__
 from .backward import finish, product
-from .expressions import triton_expression, triton_place, triton_view
+from .expressions import triton_condition, triton_expression, triton_place, triton_view
 from .host import WIDTH, codes, filled, grouped, options
 from .layout import Batch, layout_of
 from .library import linked_python
@@ -176,6 +177,7 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
     d_mask = width_mask("d", spec.head_dim, module.block_d)
     layout = layout_of(module)
     queries, keys, stage = layout.queries, layout.keys, ScoreStage.of(spec)
+    pairs = PairCondition.of(spec)
     lifting = [name for name in ("forward", "backward") if module.has(name)]
     return {
         "version": __version__,
@@ -232,7 +234,8 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "visible": partial(visible, lift.mask),
         "visible_of": partial(visible_of, lift.mask),
         "exists": partial(exists, lift.mask),
-        "masks": masks_of(lift.mask, layout),
+        "masks": masks_of(lift.mask, pairs, layout),
+        "pairs": pairs,
         "starts_first": lambda why: f"  # the longest first: {why}" if lift.mask.favours_later_rows else "",
         "counted_mask": counted_mask,
         "tap": tap,
@@ -291,7 +294,7 @@ def _environment() -> jinja2.Environment:
     # A macro of whole lines is called on a line of its own, whose end is the end of the macro's last line.
     templates.finalize = lambda value: value.rstrip("\n") if isinstance(value, str) else value
     templates.filters |= {"triton": triton_code, "expression": triton_expression, "plus": shifted}
-    templates.filters |= {"place": triton_place}
+    templates.filters |= {"place": triton_place, "condition": triton_condition}
     templates.filters |= {"codes": codes, "host": python_code}
     templates.globals |= {
         "unrolled": unrolled,

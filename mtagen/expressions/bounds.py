@@ -1,13 +1,14 @@
 """The option ``visible``: conditions on keys, read as the first and the last key that a query sees.
 
-A condition that a run of keys meets, without gaps, is a pair of bounds. Kernels know masks by
-these bounds alone: they take both for each query from memory.
+A condition that a run of keys meets, without gaps, is a pair of bounds. Kernels take both for each
+query from memory. Of another condition the bounds may contain hidden keys, and kernels check each
+pair of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, reduce
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import sympy
 from sympy import Expr
 from sympy.core.relational import Relational
-from sympy.logic.boolalg import Boolean
+from sympy.logic.boolalg import Boolean, to_nnf
 
 from ..errors import SpecError, explain
 from .language import (
@@ -33,9 +34,9 @@ from .language import (
     write,
 )
 from .parameters import Parameter, read_parameters
+from .ranges import LARGEST_PLACE, is_of_integers, magnitude
 
-LARGEST = 2**30  # a window has fewer keys on a side; kernels count keys in 32 bits
-_LEGAL = "conditions on j that a run of keys meets, such as (j <= i) | (j < prefix[b]) or i // 64 == j // 64"
+_LEGAL = "comparisons of integers such as (j <= i) | (j < prefix[b]), i // 64 == j // 64 or (i - j) % 4 == 0"
 
 
 class Run(NamedTuple):
@@ -66,6 +67,29 @@ class Run(NamedTuple):
         return sympy.And(*firsts, *lasts)
 
 
+class Gap(NamedTuple):
+    """Keys between two runs, which both hide: from ``first`` to ``last``, expressions of the query."""
+
+    first: Expr
+    last: Expr
+
+
+class Seen(NamedTuple):
+    """The keys that meet a condition.
+
+    Attributes:
+        run: contains them all.
+        checked: the condition that decides which keys of the run they are; true if they are all.
+        unchecked: the bounds of the run that ``checked`` does not imply.
+        gaps: keys of the run that do not meet the condition. A query may have none in some gaps.
+    """
+
+    run: Run
+    checked: Boolean = sympy.true
+    unchecked: Run = Run()
+    gaps: tuple[Gap, ...] = ()
+
+
 class Visible(NamedTuple):
     """A mask in canonical form.
 
@@ -83,24 +107,24 @@ class Visible(NamedTuple):
 
 
 @cache
-def bounds_of(text: str | None, parameters: tuple[tuple[str, str], ...]) -> tuple[Expr | None, Expr | None]:
-    """Return the first and the last key that a query sees by the fields of a spec; None for no bound."""
-    run = Run() if text is None else run_of(text, read_parameters(parameters))
-    return run.first, run.last
-
-
-def run_of(text: str, parameters: Sequence[Parameter] = ()) -> Run:
-    """Return the keys that a query sees by a canonical text.
+def seen_by(text: str | None, parameters: tuple[tuple[str, str], ...]) -> Seen:
+    """Return the keys that a query sees by the fields of a spec.
 
     Raises:
-        SpecError: the text is not in the language, or not a run of keys.
+        SpecError: the text is not in the language, or no mask.
     """
-    return _Reader(text).run(read_condition("visible", text, parameters))
+    return Seen(Run()) if text is None else _read(text, read_parameters(parameters))
 
 
-def parameters_in(text: str, parameters: Any) -> frozenset[str]:
+def parameters_in(text: str, parameters: tuple[tuple[str, str], ...]) -> frozenset[str]:
     """Return the names of the parameters that a canonical text reads, of those of a spec."""
-    return _parameters_of(run_of(text, read_parameters(parameters)))
+    seen = seen_by(text, parameters)
+    return _parameters_of(seen.run) | loaded(seen.checked)
+
+
+def loaded(expr: Expr | Boolean) -> frozenset[str]:
+    """Return the names of the parameters that an expression or condition reads."""
+    return frozenset(load.parameter for load in expr.atoms(Load))
 
 
 def normalised_visible(given: str | Function | None, parameters: Any, left: int | None, right: int | None) -> Visible:
@@ -116,30 +140,44 @@ def normalised_visible(given: str | Function | None, parameters: Any, left: int 
         left, right: the window; None is no limit.
 
     Raises:
-        SpecError: the condition is not in the language, not a run of keys, or changes nothing.
+        SpecError: the condition is not in the language, no mask, or changes nothing.
     """
     if given is None:
         return Visible(None, left, right)
     known = read_parameters(parameters)
     text = text_of("visible", given, known, has_integers=True)
-    firsts, lasts = run_of(text, known)
+    mask = _normalised(text, known, left, right)
+    forms: list[Visible] = []
+    while mask.text is not None and mask not in forms:  # a text may be read in another form than it was written
+        forms.append(mask)
+        mask = _normalised(mask.text, known, mask.left, mask.right)
+    return min(forms[forms.index(mask) :], key=str) if mask in forms else mask
+
+
+def _normalised(text: str, known: Sequence[Parameter], left: int | None, right: int | None) -> Visible:
+    (firsts, lasts), checked, unchecked, _ = _read(text, known)
     before = [-_range_from_position(first) for first in firsts]
     after = [_range_from_position(last) for last in lasts]
     # The limits of the window: keys that every query's bounds leave out are hidden by the window, too.
     left = _least([left, *(max(0, span.high) for span in before)])
     right = _least([right, *(max(0, span.high) for span in after)])
     kept = Run(
-        tuple(first for first, span in zip(firsts, before, strict=True) if left is None or span.low < left),
-        tuple(last for last, span in zip(lasts, after, strict=True) if right is None or span.low < right),
+        tuple(x for x, span in zip(firsts, before, strict=True) if x in unchecked.firsts and _exceeds(span, left)),
+        tuple(x for x, span in zip(lasts, after, strict=True) if x in unchecked.lasts and _exceeds(span, right)),
     )
-    if unread := sorted(_parameters_of(Run(firsts, lasts)) - _parameters_of(kept)):
+    read = _parameters_of(kept) | loaded(checked)
+    if unread := sorted(_parameters_of(Run(firsts, lasts)) - read):
         rule = (
             f"{', '.join(unread)} changes nothing, because causal, window or another part of the condition hides more"
         )
         raise SpecError(explain("visible", text, rule, "a condition without it, or a wider mask, such as causal=False"))
-    if kept == Run():
-        return Visible(None, left, right)
-    return Visible(write(kept.condition), left, right, _parameters_of(kept))
+    condition = sympy.And(kept.condition, checked)
+    return Visible(None if condition == sympy.true else write(condition), left, right, read)
+
+
+def _exceeds(span: _Span, limit: int | None) -> bool:
+    """Return whether a bound may hide keys that a limit of the window does not."""
+    return limit is None or span.low < limit
 
 
 def _parameters_of(run: Run) -> frozenset[str]:
@@ -159,7 +197,7 @@ class _Span(NamedTuple):
 def _least(limits: Sequence[float | None]) -> int | None:
     """Return the least of some limits; None and what no window has are no limit."""
     least = min((limit for limit in limits if limit is not None), default=math.inf)
-    return None if least >= LARGEST else int(least)
+    return None if least >= LARGEST_PLACE else int(least)
 
 
 def _range_from_position(bound: Expr) -> _Span:
@@ -177,7 +215,7 @@ def _range_from_position(bound: Expr) -> _Span:
         remainders[remainder] = int(divisor) - 1
         return (numerator - remainder) / divisor
 
-    whole = [floor for floor in bound.atoms(Floor) if _is_of_integers(floor)]
+    whole = [floor for floor in bound.atoms(Floor) if is_of_integers(floor)]
     difference = (bound.xreplace({floor: divided(floor) for floor in whole}) - POSITION).expand()
     low, high = 0.0, 0.0
     for term in sympy.Add.make_args(difference):
@@ -192,117 +230,173 @@ def _range_from_position(bound: Expr) -> _Span:
     return _Span(low, high)
 
 
-def _is_of_integers(floor: Expr) -> bool:
-    numerator, divisor = sympy.fraction(sympy.together(floor.args[0]))
-    return bool(numerator.is_integer and divisor.is_Integer)
+def _read(text: str, parameters: Sequence[Parameter]) -> Seen:
+    """Return the keys that a query sees by a text.
+
+    Raises:
+        SpecError: the text is not in the language, or no mask.
+    """
+    condition = read_condition("visible", text, parameters)
+    if condition.free_symbols & {SCORE, HEAD}:
+        rule, legal = "a mask is the same for all scores and heads", "conditions in i, j, b and parameters"
+        raise SpecError(explain("visible", text, rule, legal))
+    condition = _in_integers(text, condition)
+    if condition == sympy.false:
+        raise SpecError(explain("visible", text, "no query sees a key", _LEGAL))
+    return _seen(condition)
 
 
-class _Reader:
-    """Reads a condition as a run of keys."""
+# Comparisons of integers without equality, as one with equality to a number that is so much more.
+_WITH_EQUALITY = {sympy.StrictLessThan: (sympy.LessThan, -1), sympy.StrictGreaterThan: (sympy.GreaterThan, 1)}
 
-    def __init__(self, text: str) -> None:
-        self._text = text
 
-    def run(self, condition: Boolean) -> Run:
-        """Return the run of keys that meet a condition."""
-        if condition.free_symbols & {SCORE, HEAD}:
-            rule, legal = "a mask is the same for all scores and heads", "conditions in i, j, b and parameters"
-            raise SpecError(explain("visible", self._text, rule, legal))
-        if condition == sympy.true:
-            return Run()
-        if condition == sympy.false:
-            raise SpecError(explain("visible", self._text, "no query sees a key", _LEGAL))
-        if isinstance(condition, sympy.And):
-            return _intersection([self.run(part) for part in _in_order(condition)])
-        if isinstance(condition, sympy.Or):
-            return reduce(self._union, [self.run(part) for part in _in_order(condition)])
-        if not isinstance(condition, Relational):
-            raise self._no_bound(condition)
-        below, divisor = sympy.fraction(sympy.together(condition.lhs - condition.rhs))
-        if not (below.is_integer and divisor.is_Integer):
-            raise self._no_bound(condition)
-        above = -below
-        match condition:
-            case sympy.StrictLessThan():
-                return self._where_not_positive(below + 1, condition)
-            case sympy.LessThan():
-                return self._where_not_positive(below, condition)
-            case sympy.StrictGreaterThan():
-                return self._where_not_positive(above + 1, condition)
-            case sympy.GreaterThan():
-                return self._where_not_positive(above, condition)
-            case sympy.Eq():
-                return _intersection([self._where_not_positive(side, condition) for side in (below, above)])
-        raise self._no_bound(condition)
+def _in_integers(text: str, condition: Boolean) -> Boolean:
+    """Return a condition without negations, whose comparisons are of integers that 64 bits hold with a number.
 
-    def _where_not_positive(self, expr: Expr, condition: Expr) -> Run:
-        """Return the run of keys at which an integer is at most 0.
+    Raises:
+        SpecError: a comparison is of other numbers.
+    """
 
-        The integer is a sum of which one term depends on the key: the key itself, a quotient or an
-        extremum.
-        """
-        terms = sympy.Add.make_args(expr.expand())
-        of_key = [term for term in terms if term.has(KEY)]
-        if len(of_key) != 1:
-            raise self._no_bound(condition)
-        factor, part = of_key[0].as_coeff_Mul()
-        rest = sympy.Add(*(term for term in terms if not term.has(KEY)))
-        if not factor.is_Integer:
-            raise self._no_bound(condition)
-        if factor > 0:
-            return self._up_to(part, Floor(-rest / factor), condition)
-        return self._from(part, -Floor(rest / factor), condition)
+    def compared(comparison: Relational) -> Boolean:
+        difference = sympy.fraction(sympy.together(comparison.lhs - comparison.rhs))[0].expand()
+        divides = all(is_of_integers(floor) for floor in comparison.atoms(sympy.floor))
+        if not (divides and difference.is_integer and magnitude(difference) < 2**63):
+            rule = f"{write(comparison)} compares real numbers, or larger ones than 64 bits hold"
+            raise SpecError(explain("visible", text, rule, _LEGAL))
+        number, rest = difference.as_coeff_Add()
+        operator, more = _WITH_EQUALITY.get(comparison.func, (comparison.func, 0))
+        inclusive = operator(rest, more - number)
+        return inclusive.reversedsign if rest.could_extract_minus_sign() else inclusive
 
-    def _up_to(self, part: Expr, limit: Expr, condition: Expr) -> Run:
-        """Return the run of keys at which a part is at most a limit."""
-        if part == KEY:
-            return Run(lasts=(self._checked(limit, condition),))
-        if isinstance(part, Floor) and _is_of_integers(part):
-            numerator, divisor = sympy.fraction(sympy.together(part.args[0]))
-            return self._where_not_positive(numerator - divisor * limit - divisor + 1, condition)
-        if isinstance(part, (Minimum, Maximum)):
-            runs = [self._where_not_positive(each - limit, condition) for each in part.args]
-            return reduce(self._union, runs) if isinstance(part, Minimum) else _intersection(runs)
-        raise self._no_bound(condition)
+    return to_nnf(condition.replace(lambda part: isinstance(part, Relational), compared), simplify=False)
 
-    def _from(self, part: Expr, limit: Expr, condition: Expr) -> Run:
-        """Return the run of keys at which a part is at least a limit."""
-        if part == KEY:
-            return Run(firsts=(self._checked(limit, condition),))
-        if isinstance(part, Floor) and _is_of_integers(part):
-            numerator, divisor = sympy.fraction(sympy.together(part.args[0]))
-            return self._where_not_positive(divisor * limit - numerator, condition)
-        if isinstance(part, (Minimum, Maximum)):
-            runs = [self._where_not_positive(limit - each, condition) for each in part.args]
-            return reduce(self._union, runs) if isinstance(part, Maximum) else _intersection(runs)
-        raise self._no_bound(condition)
 
-    def _checked(self, limit: Expr, condition: Expr) -> Expr:
-        """Return a bound after checking that integers of 64 bits can compute it."""
-        large = any(abs(number) > LARGEST for number in limit.atoms(sympy.Integer))
-        if large or not all(_is_of_integers(floor) for floor in limit.atoms(sympy.floor)):
-            raise self._no_bound(condition)
-        return limit
+def _seen(condition: Boolean) -> Seen:
+    """Return the keys that meet a condition of integers."""
+    if condition == sympy.true:
+        return Seen(Run())
+    if isinstance(condition, sympy.And):
+        seen = [_seen(part) for part in _in_order(condition)]
+        return Seen(
+            _intersection([part.run for part in seen]),
+            sympy.And(*(part.checked for part in seen)),
+            _intersection([part.unchecked for part in seen]),
+            tuple(gap for part in seen for gap in part.gaps),
+        )
+    if isinstance(condition, sympy.Or):
+        seen = [_seen(part) for part in _in_order(condition)]
+        runs = [part.run for part in seen]
+        union = _union(runs) if all(part.checked == sympy.true for part in seen) else None
+        if union is None:
+            return Seen(_hull(runs), condition, gaps=_gaps(runs))
+    else:
+        union = _run_of(condition)
+    return Seen(Run(), condition) if union is None else Seen(union, unchecked=union)
 
-    def _union(self, one: Run, other: Run) -> Run:
-        """Return the union of two runs that both begin, or both end, with the same bounds."""
-        if one.firsts == other.firsts:
-            return Run(one.firsts, (Maximum(one.last, other.last),) if one.lasts and other.lasts else ())
-        if one.lasts == other.lasts:
-            return Run((Minimum(one.first, other.first),) if one.firsts and other.firsts else (), one.lasts)
-        both = f"{write(one.condition)} and {write(other.condition)}"
-        rule = f"its keys may be two runs with a gap: {both}"
-        raise SpecError(explain("visible", self._text, rule, _LEGAL))
 
-    def _no_bound(self, condition: Expr) -> SpecError:
-        rule = f"{write(condition)} is no bound of a run of keys"
-        return SpecError(explain("visible", self._text, rule, _LEGAL))
+def _run_of(comparison: Relational) -> Run | None:
+    """Return the run of keys that meet a comparison, or None if it is no bound."""
+    below = comparison.lhs - comparison.rhs
+    above = -below
+    match comparison:
+        case sympy.LessThan():
+            return _where_not_positive(below)
+        case sympy.GreaterThan():
+            return _where_not_positive(above)
+        case sympy.Eq():
+            return _combined(_intersection, map(_where_not_positive, (below, above)))
+    return None
+
+
+def _where_not_positive(expr: Expr) -> Run | None:
+    """Return the run of keys at which an integer is at most 0.
+
+    The integer is a sum of which one term depends on the key: the key itself, a quotient or an
+    extremum. Otherwise it is no bound, and the result is None.
+    """
+    terms = sympy.Add.make_args(expr.expand())
+    of_key = [term for term in terms if term.has(KEY)]
+    if len(of_key) != 1:
+        return None
+    factor, part = of_key[0].as_coeff_Mul()
+    rest = sympy.Add(*(term for term in terms if not term.has(KEY)))
+    if not factor.is_Integer:
+        return None
+    if factor > 0:
+        return _up_to(part, Floor(-rest / factor))
+    return _from(part, -Floor(rest / factor))
+
+
+def _up_to(part: Expr, limit: Expr) -> Run | None:
+    """Return the run of keys at which a part is at most a limit."""
+    if part == KEY:
+        return Run(lasts=(limit,)) if _is_bound(limit) else None
+    if isinstance(part, Floor) and is_of_integers(part):
+        numerator, divisor = sympy.fraction(sympy.together(part.args[0]))
+        return _where_not_positive(numerator - divisor * limit - divisor + 1)
+    if isinstance(part, (Minimum, Maximum)):
+        runs = (_where_not_positive(each - limit) for each in part.args)
+        return _combined(_union if isinstance(part, Minimum) else _intersection, runs)
+    return None
+
+
+def _from(part: Expr, limit: Expr) -> Run | None:
+    """Return the run of keys at which a part is at least a limit."""
+    if part == KEY:
+        return Run(firsts=(limit,)) if _is_bound(limit) else None
+    if isinstance(part, Floor) and is_of_integers(part):
+        numerator, divisor = sympy.fraction(sympy.together(part.args[0]))
+        return _where_not_positive(divisor * limit - numerator)
+    if isinstance(part, (Minimum, Maximum)):
+        runs = (_where_not_positive(limit - each) for each in part.args)
+        return _combined(_union if isinstance(part, Maximum) else _intersection, runs)
+    return None
+
+
+def _is_bound(limit: Expr) -> bool:
+    """Return whether integers of 64 bits can compute a bound."""
+    large = any(abs(number) > LARGEST_PLACE for number in limit.atoms(sympy.Integer))
+    return not large and all(is_of_integers(floor) for floor in limit.atoms(sympy.floor))
 
 
 def _in_order(condition: Boolean) -> list[Boolean]:
     return sorted(condition.args, key=sympy.default_sort_key)
 
 
+def _combined(combine: Callable[[list[Run]], Run | None], runs: Iterable[Run | None]) -> Run | None:
+    """Return the intersection or union of some runs, or None if one of them is none."""
+    known: list[Run] = []
+    for run in runs:
+        if run is None:
+            return None
+        known.append(run)
+    return combine(known)
+
+
 def _intersection(runs: Sequence[Run]) -> Run:
     firsts, lasts = ({bound for run in runs for bound in run[side]} for side in (0, 1))
     return Run(*(tuple(sorted(bounds, key=sympy.default_sort_key)) for bounds in (firsts, lasts)))
+
+
+def _union(runs: Sequence[Run]) -> Run | None:
+    """Return the union of runs that all begin, or all end, with the same bounds; None of others."""
+    is_run = len({run.firsts for run in runs}) == 1 or len({run.lasts for run in runs}) == 1
+    return _hull(runs) if is_run else None
+
+
+def _hull(runs: Sequence[Run]) -> Run:
+    """Return the least run that contains some runs."""
+    firsts, lasts = ([run.first for run in runs], [run.last for run in runs])
+    return Run(
+        () if None in firsts else (reduce(Minimum, firsts),),
+        () if None in lasts else (reduce(Maximum, lasts),),
+    )
+
+
+def _gaps(runs: Sequence[Run]) -> tuple[Gap, ...]:
+    """Return the keys between two runs: after the last of one, and before the first of the other."""
+    if len(runs) != 2:
+        return ()
+    pairs = ((one.last, other.first) for one, other in (runs, runs[::-1]))
+    gaps = (Gap(last + 1, first - 1) for last, first in pairs if last is not None and first is not None)
+    return tuple(gap for gap in gaps if not (gap.first - gap.last).expand().is_positive)

@@ -21,7 +21,7 @@ from sympy.logic.boolalg import Boolean
 from sympy.printing.str import StrPrinter
 
 from ..errors import SpecError, explain
-from .parameters import Parameter
+from .parameters import Parameter, block_size
 
 SCORE = sympy.Symbol("s", real=True)
 POSITION, KEY, HEAD = sympy.symbols("i j h", integer=True)
@@ -537,6 +537,11 @@ class _Reader:
 
     def _index(self, node: ast.expr, axis: str | int) -> Expr:
         """Return the index of an axis after checking that it cannot leave the axis."""
+        if size := block_size(axis):
+            index = self.number(node)
+            if index in (Floor(POSITION / size), Floor(KEY / size)):
+                return index
+            raise self._error(node, f"the axis {axis} of a parameter has its own index", f"i // {size} or j // {size}")
         if isinstance(axis, str):
             legal = " or ".join("ij" if axis in "ij" else axis)
             if not (isinstance(node, ast.Name) and node.id in legal.split(" or ")):

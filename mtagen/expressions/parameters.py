@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from ..errors import SpecError, explain
 LARGEST_EXTENT = 4096  # of a table
 _ORDER = "bh#ij"  # axes that are numbers stand where # is
 _LEGAL = "axes of b (batch entry), h (head), numbers from 1 to 4096, i and j (tokens), in this order, such as h,65"
+_BLOCKS = re.compile(r"([ij])\s*//\s*([1-9][0-9]{0,8})")  # an axis that counts blocks of tokens
 _RESERVED = frozenset(("s", "i", "j", "h", "b", "out", "q", "k", "v"))
 
 
@@ -20,7 +22,8 @@ class Parameter(NamedTuple):
     Attributes:
         name: its name in the expression.
         axes: what each axis counts: ``b`` batch entries, ``h`` heads of queries, ``i`` and ``j``
-            tokens of a sequence; a number is the extent of an axis that indices count.
+            tokens of a sequence, ``i//64`` and ``j//64`` blocks of 64 tokens; a number is the extent of
+            an axis that indices count.
     """
 
     name: str
@@ -32,9 +35,19 @@ class Parameter(NamedTuple):
         return tuple(axis for axis in self.axes if axis in ("i", "j"))
 
     @property
+    def blocks(self) -> tuple[int, ...]:
+        """The tokens of a block of each axis that counts blocks."""
+        return tuple(size for axis in self.axes if (size := block_size(axis)))
+
+    @property
     def text(self) -> str:
         """The axes as the option ``parameters`` writes them."""
         return ",".join(map(str, self.axes))
+
+
+def block_size(axis: str | int) -> int:
+    """Return the tokens of a block of an axis that counts blocks, or 0 for another axis."""
+    return int(axis.partition("//")[2]) if isinstance(axis, str) and "//" in axis else 0
 
 
 def read_parameters(given: Any) -> tuple[Parameter, ...]:
@@ -74,8 +87,8 @@ def _axes(name: str, text: Any) -> tuple[str | int, ...]:
     if not isinstance(text, str):
         raise SpecError(explain(f"parameters[{name!r}]", text, "must name axes", _LEGAL))
     axes = tuple(_axis(name, text, part.strip()) for part in text.split(",")) if text.strip() else ()
-    places = [_ORDER.index(axis if isinstance(axis, str) else "#") for axis in axes]
-    letters = [axis for axis in axes if isinstance(axis, str)]
+    places = [_ORDER.index(axis[0] if isinstance(axis, str) else "#") for axis in axes]
+    letters = [axis[0] for axis in axes if isinstance(axis, str)]
     if places != sorted(places) or len({*letters}) < len(letters):
         raise SpecError(explain(f"parameters[{name!r}]", text, "has an axis twice or in another order", _LEGAL))
     return axes
@@ -84,6 +97,8 @@ def _axes(name: str, text: Any) -> tuple[str | int, ...]:
 def _axis(name: str, text: str, part: str) -> str | int:
     if part in _ORDER and part != "#" and len(part) == 1:
         return part
+    if blocks := _BLOCKS.fullmatch(part):
+        return "//".join(blocks.groups())
     if part.isdecimal() and 1 <= int(part) <= LARGEST_EXTENT:
         return int(part)
     raise SpecError(explain(f"parameters[{name!r}]", text, f"{part!r} is no axis", _LEGAL))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..errors import SpecError, explain
 from .language import canonical, composed, is_factor, names_in, text_of
 from .parameters import Parameter, read_parameters
+
+# The index of a block of tokens, as users and as canonical texts write it
+_BLOCKS = re.compile(r"(floor\()?(?P<token>[ij])(?(1)/|//)(?P<size>[0-9]+)(?(1)\))")
 
 
 def normalised(
@@ -47,6 +51,9 @@ def normalised(
     read = {name for text in (scores, convolved, logits) if text for name in names_in(text, known)}
     if unread := [parameter.name for parameter in known if parameter.name not in {*read, *read_by_mask}]:
         raise SpecError(explain("parameters", unread, "are read by no expression", "parameters of the expressions"))
+    if blocks := [x for x in known if x.blocks and x.name in read]:
+        rule = "counts blocks of tokens, and an expression reads it"
+        raise SpecError(explain(f"parameters[{blocks[0].name!r}]", blocks[0].text, rule, "such axes for visible only"))
     if shared := sorted(read.intersection(read_by_mask)):
         rule = "are read by visible, as integers, and by an expression, as real numbers"
         raise SpecError(explain("parameters", shared, rule, "a parameter for each"))
@@ -61,7 +68,8 @@ def normalised(
 def axes_in(expressions: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
     """Return the axes of parameters, as the option ``parameters`` takes them, from how expressions index them.
 
-    An axis that is indexed by b, h, i or j counts these. Another axis is one of a table.
+    An axis that is indexed by b, h, i or j counts these, and one that is indexed by ``i // 64`` or ``j // 64`` blocks
+    of 64 tokens. Another axis is one of a table.
 
     Args:
         expressions: texts, functions or None, by the name of the option.
@@ -81,6 +89,9 @@ def axes_in(expressions: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
             if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in axes:
                 indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
                 for number, index in enumerate(indices[: len(axes[node.value.id])]):
-                    if isinstance(index, ast.Name) and index.id in ("b", "h", "i", "j"):
-                        axes[node.value.id][number] = index.id
+                    text = ast.unparse(index).replace(" ", "")
+                    if blocks := _BLOCKS.fullmatch(text):
+                        axes[node.value.id][number] = f"{blocks['token']}//{blocks['size']}"
+                    elif text in ("b", "h", "i", "j"):
+                        axes[node.value.id][number] = text
     return {name: ",".join(each) for name, each in axes.items()}

@@ -12,6 +12,9 @@ from sympy import Expr
 
 from .language import ENTRY, HEAD, KEY, POSITION, Floor, Maximum, Minimum, Where
 
+LARGEST_PLACE = 2**30  # positions and keys are less, and kernels count them in 32 bits
+_LARGEST_ENTRY = 2**31  # of a parameter of integers, in 32 bits
+
 Range: TypeAlias = tuple[float, float]  # the least and the greatest value
 _ALL: Range = (-math.inf, math.inf)
 _DISTANCE = sympy.Symbol("distance", integer=True)
@@ -38,6 +41,33 @@ def range_of(index: Expr, distances: Range) -> Range:
         return _range(expr, distances)
     by_places, by_distance = _range(index, distances), _range(expr, distances)
     return max(by_places[0], by_distance[0]), min(by_places[1], by_distance[1])
+
+
+def magnitude(expr: Expr) -> float:
+    """Return a limit of the absolute values of an integer and of all integers that it is computed from."""
+    if expr.is_number:
+        return float(abs(expr))
+    if expr.is_Symbol:
+        return float(LARGEST_PLACE)
+    parts = [magnitude(part) for part in expr.args if isinstance(part, Expr)]
+    if expr.is_Add:
+        return sum(parts)
+    if expr.is_Mul:
+        return math.prod(max(1.0, part) for part in parts)
+    if expr.is_Pow:
+        return max(1.0, parts[0]) ** float(expr.exp) if expr.exp.is_Integer and expr.exp > 0 else math.inf
+    if isinstance(expr, (Minimum, Maximum, Where)):
+        return max(parts)
+    if isinstance(expr, sympy.floor) and is_of_integers(expr):
+        numerator, divisor = sympy.fraction(sympy.together(expr.args[0]))
+        return magnitude(numerator) + float(divisor)
+    return float(_LARGEST_ENTRY) if expr.is_integer and not expr.is_Function else math.inf
+
+
+def is_of_integers(floor: Expr) -> bool:
+    """Return whether a floor is that of an integer over a number, which integers can compute exactly."""
+    numerator, divisor = sympy.fraction(sympy.together(floor.args[0]))
+    return bool(numerator.is_integer and divisor.is_Integer)
 
 
 def _range(expr: Expr, distances: Range) -> Range:

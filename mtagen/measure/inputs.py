@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dtypes import TORCH_DTYPES
+from ..dtypes import ARGUMENT_DTYPES, TORCH_DTYPES
 from ..evaluate import evaluate
 from ..expressions.functions import GRADIENT, functions_of
 from ..expressions.language import ENTRY, HEAD, KEY, POSITION, SCORE
+from ..expressions.parameters import block_size
 from ..spec import BATCH, SINK, Argument, Spec
 from .cases import Sizes
 
@@ -60,9 +61,11 @@ class Inputs:
     def part(self, name: str, x: Tensor, entry: int, tokens: slice) -> Tensor:
         """Return the part of a weight or parameter that one sequence of a batch reads, as a batch of one."""
         axes = self.axes.get(name, "").split(",")
-        for axis, places in (("b", slice(entry, entry + 1)), ("i", tokens), ("j", tokens)):
-            if axis in axes:
-                x = x[(slice(None),) * axes.index(axis) + (places,)]
+        for number, axis in enumerate(axes):
+            if axis in ("b", "i", "j"):
+                x = x[(slice(None),) * number + (slice(entry, entry + 1) if axis == "b" else tokens,)]
+            elif size := block_size(axis):
+                x = x[(slice(None),) * number + (slice(-(-tokens.stop // size)),)]
         return x
 
 
@@ -155,7 +158,8 @@ class Sampler:
         """Draw a sink or parameter: normal numbers, or keys for a mask."""
         shape, device = argument.extents(sizes), self.generator.device
         if not argument.differentiable:
-            return torch.randint(0, self.sizes.nk + 1, shape, generator=self.generator, device=device).to(self.device)
+            drawn = torch.randint(0, self.sizes.nk + 1, shape, generator=self.generator, device=device)
+            return drawn.to(self.device, ARGUMENT_DTYPES[argument.dtypes[-1]])
         return torch.randn(shape, generator=self.generator, device=device).to(self.device)
 
     def _weight(self, weight: Argument, heads: int) -> Tensor:

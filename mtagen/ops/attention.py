@@ -200,8 +200,8 @@ class AttentionOp:
             sink: ``(H,)``, one more logit of each row's softmax, which has no value; of an op that
                 was built with ``sink=True``. Like parameters it is in fp32 or q's dtype.
             parameters: the tensors that expressions and ``visible`` read, by name; those of
-                ``visible`` are int32 or int64. An axis ``b``, ``h``, ``i`` or ``j`` of the option
-                ``parameters`` has B, H or Nk entries.
+                ``visible`` are int32, or also int64 if only a bound of the keys reads them. An axis
+                ``b``, ``h``, ``i`` or ``j`` of the option ``parameters`` has B, H or Nk entries.
             scale: factor of q k^T, default ``D ** -0.5``.
             dropout_p: probability that a factor of v is dropped, 0 <= p < 1, rounded to a multiple
                 of 2**-15; the others are divided by 1 - p. A value above 0 needs an op built with

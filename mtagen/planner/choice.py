@@ -84,42 +84,6 @@ def why_unfused(spec: Spec, backend: str) -> str:
     return ""
 
 
-def candidates(self, pass_name: str, spec: Spec, target: Target) -> Sequence[PassPlan]:
-        """Return the plans of a pass, the cheapest first; raise PlanError with the reason if there
-        is none.
-        """
-
-    def from_fields(self, pass_name: str, spec: Spec, target: str, decisions: Mapping[str, Fields]) -> PassPlan:
-        """Return the plan with these decisions."""
-
-    def flop_per_score(self, pass_name: str, spec: Spec) -> int:
-        """Return the flop per (row, key) pair of a training pass."""
-
-
-def lowerings(backend: str, spec: Spec) -> Mapping[str, Lowering]:
-    """Return a backend's lowerings for a spec by name.
-
-    The first that has candidates makes a pass.
-    """
-    if backend not in GENERATED:
-        return {"tiled ops": torch_ops}
-    strips = {"strip": strip.LOWERINGS[backend]}
-    if why_unfused(spec, backend):
-        return strips
-    return {"tile": tile, **strips} if backend == "cuda" else {"lift": lift}
-
-
-def why_unfused(spec: Spec) -> str:
-    """Return the reason why no kernel can fuse a pass of a spec; empty if one may."""
-    if spec.is_fusible:
-        return ""
-    if not spec.convolves_only:
-        return "fused kernels have no stage but a convolution before the softmax"
-    if spec.scores:
-        return "scores changes scores before the convolution, and fused kernels convolve scores as they are"
-    return "visible is no window, and fused kernels convolve in windows only"
-
-
 def candidates(backend: str, pass_name: str, spec: Spec, target: Target) -> Sequence[PassPlan]:
     """Return the plans of a pass by a backend, the cheapest first.
 

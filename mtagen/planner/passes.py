@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from ..errors import PlanError, explain
 from ..spec import Spec
+from .geometry.pairs import PairCondition
 from .kernel import Kernel
 
 PASSES = ("forward", "backward", "decode")
@@ -147,7 +148,7 @@ def check_learned(spec: Spec, lowering: str, supported: Collection[str] = ()) ->
         spec: the request.
         lowering: its name, for the message.
         supported: what the lowering has of ``scores``, ``convolved``, ``visible``, ``parameters`` and
-            ``sink``.
+            ``sink``, and ``pairs`` if it checks conditions with gaps for each pair.
 
     Raises:
         PlanError: the lowering lacks something.
@@ -156,6 +157,9 @@ def check_learned(spec: Spec, lowering: str, supported: Collection[str] = ()) ->
         if (asked := getattr(spec, name)) and name not in supported:
             rule = f"the lowering {lowering} has no kernels for it"
             raise PlanError(explain(name, asked, rule, "another backend, or backend='torch'"))
+    if PairCondition.of(spec).is_checked and "pairs" not in supported:
+        rule = f"the lowering {lowering} has no kernels for keys with gaps"
+        raise PlanError(explain("visible", spec.visible, rule, "backend='triton', or backend='torch'"))
     for name, axes in spec.parameters if spec.packed else ():
         if name in spec.mask_parameters:
             if {"i", "j"} & {*axes.split(",")}:

@@ -119,7 +119,7 @@ def exercise(plan: Plan, module: ModuleType, device: torch.device, pass_name: st
     weights = [zeros(argument) for argument in spec.weight_arguments.values()]
     weights = weights or [torch.zeros(heads, 1, 1, device=device)]  # plain attention is a convolution by a single tap
     weights += [zeros(argument) for argument in spec.learned_arguments if argument.name not in spec.mask_parameters]
-    tables = spec.tables(pass_name)
+    tables = (*spec.tables(pass_name), *spec.checked_arguments)
     others: list[Any] = []  # arguments after the scale
     if spec.packed:
         cu_seq = torch.tensor([0, spec.cq], dtype=torch.int32, device=device)

@@ -33,6 +33,10 @@ LEAST_FIRST, MOST_FIRST, LEAST_LAST, MOST_LAST = sympy.symbols(
     "least_first most_first least_last most_last", integer=True
 )
 FIRST_ROW, END_ROW = sympy.symbols("first_row end_row", integer=True, nonnegative=True)
+# Of masks with a gap between two runs of keys: the extremes of the gaps of a block of rows, and the rows in whose gaps
+# a block of keys is.
+MOST_FIRST_HIDDEN, LEAST_LAST_HIDDEN = sympy.symbols("most_first_hidden least_last_hidden", integer=True)
+FIRST_HIDDEN_ROW, END_HIDDEN_ROW = sympy.symbols("first_hidden_row end_hidden_row", integer=True, nonnegative=True)
 
 _i, _j = sympy.symbols("i j", integer=True)  # any pair of a tile
 _s = sympy.Symbol("s", integer=True)  # first row or key of the streamed tile
@@ -61,10 +65,44 @@ class Loop(NamedTuple):
     end: Expr
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the positions in kernels."""
+        return self._fields
+
+    @property
+    def middle(self) -> str:
+        """What the tiles between the two inner positions are, for plans."""
+        return "interior"
+
+    @property
     def segments(self) -> tuple[Segment, ...]:
         """The segments of the loop, without those that are empty for all sizes."""
         parts = zip(self[:-1], self[1:], (True, False, True), strict=True)
         return tuple(Segment(begin, end, edge) for begin, end, edge in parts if begin != end)
+
+
+class LoopWithGap(Loop):
+    """A loop whose inner tiles are skipped, because they are in the gap between two runs; the others are edge tiles."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return "begin", "gap_begin", "gap_end", "end"
+
+    @property
+    def middle(self) -> str:
+        return "without"
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        begin, gap_begin, gap_end, end = self
+        return Segment(begin, gap_begin, edge=True), Segment(gap_end, end, edge=True)
+
+
+def _with_gap(begin: Expr, gap: tuple[Expr, Expr], end: Expr, block: Size) -> Loop:
+    """Return a loop that skips the tiles in a gap, which is given by its first and last row or key."""
+    first, last = gap
+    gap_begin = Min(Max(begin, _align_up(first, block)), end)
+    return LoopWithGap(begin, gap_begin, Max(gap_begin, Min(_align_down(last + 1, block), end)), end)
 
 
 @cache  # solving takes sympy some 50 ms
@@ -78,6 +116,10 @@ def key_loop(mask: Mask, block_m: Size = BLOCK_M, block_n: Size = BLOCK_N, band:
     if mask.is_tabulated:
         end = MOST_LAST + 1
         begin = Min(end, _align_down(LEAST_FIRST, block_n))
+        if mask.has_gap:
+            return _with_gap(begin, (MOST_FIRST_HIDDEN, LEAST_LAST_HIDDEN), end, block_n)
+        if mask.condition:
+            return Loop(begin, end, end, end)
         interior_end = Max(begin, _align_down(LEAST_LAST + 1, block_n))
         return Loop(begin, Min(Max(begin, _align_up(MOST_FIRST, block_n)), interior_end), interior_end, end)
     rows, tile = (I0, I0 + block_m - 1), (_s, _s + block_n - 1)
@@ -106,7 +148,10 @@ def row_loop(mask: Mask, block_m: Size = BLOCK_M, block_n: Size = BLOCK_N, band:
     may be an edge tile although all its existing pairs are interior.
     """
     if mask.is_tabulated:
-        return Loop(_align_down(FIRST_ROW, block_m), END_ROW, END_ROW, END_ROW)
+        begin, end = _align_down(FIRST_ROW, block_m), END_ROW
+        if mask.has_gap:
+            return _with_gap(begin, (FIRST_HIDDEN_ROW, END_HIDDEN_ROW - 1), end, block_m)
+        return Loop(begin, end, end, end)
     tile, keys = (_s, _s + block_m - 1), (J0, J0 + block_n - 1)
     least, most = interval_over(_AHEAD, {_i: tile, _j: keys})
     begin = interior_begin = sympy.S.Zero

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import sympy
 from sympy import Expr
 
+from ...expressions.bounds import seen_by
 from ...spec import Spec
 from .affine import N_K, Interval, Size
 
@@ -22,6 +24,13 @@ class Comparison(NamedTuple):
     right: Expr
 
 
+def _condition(spec: Spec) -> str:
+    """Return digits of the condition that kernels of a mask in tables check; none if they check none."""
+    checked = seen_by(spec.visible, spec.parameters).checked
+    read = [pair for pair in spec.parameters if pair[0] in spec.checked_parameters]
+    return "" if checked == sympy.true else f"if{hashlib.sha256(f'{checked}{read}'.encode()).hexdigest()[:8]}"
+
+
 @dataclass(frozen=True)
 class Mask:
     """A mask: the query at position p sees the existing keys p - left <= j <= p + right.
@@ -34,6 +43,11 @@ class Mask:
             attention has 0.
         is_tabulated: whether kernels read the first and the last key of each query from memory.
             ``left`` and ``right`` then only bound the mask.
+        condition: digits that tell apart the conditions that kernels check for each pair; empty if first
+            and last keys say all.
+        has_gap: whether kernels skip keys between two runs of keys, which they read from memory, too.
+        skips_tiles: whether fused kernels look for a visible pair in each tile first. Conditions that read
+            parameters, such as numbers of documents, hide whole tiles; others hide some pairs of most.
         terms: the scores that count in a convolution. ``source``: scores whose own query sees their
             key. ``output``: scores whose key is seen by the query of the convolution's result.
     """
@@ -42,6 +56,9 @@ class Mask:
     right: int | None
     terms: str = "source"
     is_tabulated: bool = False
+    condition: str = ""
+    has_gap: bool = False
+    skips_tiles: bool = False
 
     @classmethod
     def of(cls, spec: Spec) -> Mask:
@@ -55,14 +72,18 @@ class Mask:
         after = spec.post_kernel if spec.left is not None else None
         differ = spec.cq > 1 or (after is not None and after[0] > 1)
         terms = spec.mask if differ else "source"
-        return cls(left=spec.left, right=spec.right, terms=terms, is_tabulated=spec.visible is not None)
+        window = cls(spec.left, spec.right, terms)
+        if spec.visible is None:
+            return window
+        skips = bool(spec.checked_parameters)
+        return replace(window, is_tabulated=True, condition=_condition(spec), has_gap=spec.has_gap, skips_tiles=skips)
 
     @property
     def name(self) -> str:
         """The name of the mask in names of kernels and in tables."""
         before = f"left{self.left}" if self.hides_earlier else ""
         after = {None: "", 0: "causal"}.get(self.right, f"right{self.right}")
-        return "_".join(filter(None, (before, after, "tables" * self.is_tabulated))) or "full"
+        return "_".join(filter(None, (before, after, "tables" * self.is_tabulated, self.condition))) or "full"
 
     @property
     def hides_later(self) -> bool:

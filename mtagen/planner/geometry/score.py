@@ -13,9 +13,9 @@ from sympy.logic.boolalg import Boolean
 
 from ...expressions import language
 from ...expressions.functions import functions_of
-from ...expressions.parameters import Parameter, read_parameters
+from ...expressions.parameters import Parameter, block_size, read_parameters
 from ...expressions.ranges import range_of
-from ...spec import EXPRESSIONS, Spec
+from ...spec import EXPRESSIONS, Spec, parameter_name
 from .mask import Mask
 
 # The parameters of the functions of a score, and their names in kernels: the score, the gradient of what it becomes,
@@ -32,12 +32,18 @@ EXPONENT = Symbol("exponent", positive=True)
 
 
 class Entry(Expr):  # type: ignore[misc]
-    """A number in memory: a symbol for an address, and how many numbers after it."""
+    """A number in memory: a symbol for an address, and how many numbers after it.
+
+    The number is an integer if the symbol is one.
+    """
 
     is_real = True
 
     def __new__(cls, view: Symbol, offset: Expr) -> Expr:
         return super().__new__(cls, view, sympy.sympify(offset))
+
+    def _eval_is_integer(self) -> bool | None:
+        return True if self.args[0].is_integer else None
 
     def _eval_derivative(self, symbol: Symbol) -> Expr:
         return Integer(0)
@@ -64,7 +70,7 @@ class View:
     @property
     def argument(self) -> str:
         """The name of the parameter in host functions and kernels."""
-        return f"parameter_{self.parameter.name}"
+        return parameter_name(self.parameter.name)
 
     @property
     def table(self) -> int:
@@ -94,6 +100,9 @@ class View:
                 row = row * axis + _cut(index, axis)
             elif axis in ("i", "j"):
                 row = row * TOKENS + language.Minimum(language.Maximum(index, 0), TOKENS - 1)
+            elif size := block_size(axis):
+                blocks = language.Floor((TOKENS + size - 1) / size)
+                row = row * blocks + language.Minimum(language.Maximum(index, 0), blocks - 1)
         return row
 
 

@@ -110,8 +110,11 @@ class _Maker:
         self._parameters = pointers(*(view.argument for view in score.views))
         self._sums = pointers(*(sum_of.name for sum_of in score.sums))
         self._sink = pointers("sink") if spec.sink else ()
-        self._tables = pointers(*(table.name for table in spec.tables("forward")))
-        self._tables_of_keys = pointers(*(table.name for table in spec.tables("backward")[2:]))
+        tables = {name: [table.name for table in spec.tables(name)] for name in ("forward", "backward", "decode")}
+        checked = pointers(*(argument.name for argument in spec.checked_arguments))
+        self._mask = (*pointers(*tables["decode"]), *checked)
+        self._mask_of_rows = (*pointers(*tables["forward"]), *checked)
+        self._mask_of_keys = (*self._mask, *pointers(*tables["backward"][len(tables["forward"]) :]))
 
     def lifting(self) -> Kernel:
         tensors = (*self._strided("src"), *pointers("weight", "lifted"))
@@ -158,7 +161,7 @@ class _Maker:
             *pointers("lse"),
             *self._sink,
             *self._parameters,
-            *self._tables,
+            *self._mask_of_rows,
             *numbers("int32", "n_heads", "group"),
             *self._lengths("rows"),
         )
@@ -190,8 +193,7 @@ class _Maker:
             *pointers("row_lse", "row_dot", "dv"),
             *self._parameters,
             *self._sums,
-            *self._tables,
-            *self._tables_of_keys,
+            *self._mask_of_keys,
             *numbers("int32", "head0", "n_heads", "group"),
             *self._lengths("keys"),
             *numbers("int32", "strip_begin", "strip_end"),
@@ -221,8 +223,7 @@ class _Maker:
             self._g(),
             self._operands()[rows],
             *pointers("grad"),
-            *self._tables,
-            *(() if rows else self._tables_of_keys),
+            *(self._mask_of_rows if rows else self._mask_of_keys),
             *numbers("int32", "head0", "n_heads", "group"),
             *self._lengths(contraction.owner),
             *numbers("int32", "strip_begin", *(("row_begin", "row_end") if rows else ("strip_end",))),
@@ -274,7 +275,7 @@ class _Maker:
             *Cache.of(self._spec).triton_arguments,
             *pointers("partial", "partial_lse"),
             *self._parameters,
-            *self._tables,
+            *self._mask,
             *numbers("int32", "has_seqlens", "kv_heads", "group", "n_new", "n_max", "num_splits"),
             *numbers("float", "factor"),
         )

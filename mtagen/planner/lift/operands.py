@@ -132,6 +132,8 @@ def _contraction_loop(mask: Mask, owner: str, reads: tuple[int, int]) -> Loop:
         return Loop(sympy.S.Zero, sympy.S.Zero, length, length)
     first, last = reads
     start, loop = (I0, key_loop(mask)) if owner == "rows" else (J0, row_loop(mask))
+    if mask.condition:  # there is no convolution, and no interior
+        return loop
     begin, end = loop.begin.subs(start, start + first), loop.end.subs(start, start + last)
     interior_begin = loop.interior_begin.subs(start, start + last)
     interior_end = loop.interior_end.subs(start, start + first)

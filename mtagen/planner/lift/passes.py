@@ -147,8 +147,9 @@ class LiftPass(PassPlan):
         loops |= {contraction.role: contraction.loop for contraction in geometry.contractions}
         for role, _ in self.tiles:
             if role in loops:
-                begin, interior_begin, interior_end, end = loops[role]
-                yield section, f"{role} loop", f"[{begin}, {end}), interior [{interior_begin}, {interior_end})"
+                loop = loops[role]
+                begin, inner_begin, inner_end, end = loop
+                yield section, f"{role} loop", f"[{begin}, {end}), {loop.middle} [{inner_begin}, {inner_end})"
         for role, tile in self.tiles:
             shape = f"{tile.block_m} x {tile.block_n}" if tile.block_n else f"{tile.block_m} vectors"
             text = f"{shape}, {tile.num_warps} warps"
@@ -168,7 +169,7 @@ def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[LiftPass]
     """
     check_convolves_only(spec, "triton")
     check_pages(spec, "lift")
-    check_learned(spec, "lift", ("visible", "parameters", "sink"))
+    check_learned(spec, "lift", ("visible", "pairs", "parameters", "sink"))
     if spec.dtype not in target.dtypes:
         raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for this dtype", target.dtypes))
     geometry = lift(spec)

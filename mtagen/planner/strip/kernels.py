@@ -14,6 +14,7 @@ from ...spec import EXPRESSIONS, MAX_NEW_TOKENS, Spec
 from ..geometry.affine import N_Q, Size
 from ..geometry.cache import Cache
 from ..geometry.mask import Mask
+from ..geometry.pairs import PairCondition
 from ..geometry.score import ScoreStage, views_of
 from ..kernel import Argument, Kernel, numbers
 from ..lift.kernels import AXES, pointers, strided, tiled
@@ -92,6 +93,7 @@ class _Maker:
         self._of_scores, *of_rows = (ScoreStage.of(spec, place) for place in EXPRESSIONS)
         self._row_sums = tuple(x.name for stage in of_rows for x in stage.sums)
         self._rows_load_entries = any(stage.function.loads_entries for stage in of_rows)
+        self._pairs = PairCondition.of(spec)
         self._sink = ("sink",) if spec.sink else ()
         self._parameters = tuple(view.argument for view in views_of(spec, *EXPRESSIONS[1:]))
         self._tokens = ("tokens",) if self._parameters else ()
@@ -434,12 +436,15 @@ class _Maker:
         return Kernel(role, name, arguments, grid, 32 * warps, 0, registers, tuple(constants.items()), stages)
 
     def _with_tables(self, role: str, arguments: tuple[Argument, ...]) -> tuple[Argument, ...]:
-        """Return a kernel's arguments and, if it asks which keys a row sees, those of the mask's tables."""
-        tables = self._spec.tables("forward")
+        """Return a kernel's arguments and, if it asks which keys a row sees, those of the mask."""
+        tables = (*self._spec.tables("decode"), *self._spec.checked_arguments)
         if not tables or role.removeprefix("decode_") not in _READ_MASK:
             return arguments
         given = {argument.name for argument in arguments}
-        places = () if self._spec.packed else ("b0",) if role.startswith("decode_") else ("b0", "n_q", "key0")
+        places: tuple[str, ...] = (
+            () if self._spec.packed else ("b0",) if role.startswith("decode_") else ("b0", "n_q", "key0")
+        )
+        places += ("tokens",) if self._pairs.reads_tokens else ()
         more = numbers("int32", *(name for name in places if name not in given))
         return (*arguments, *pointers(*(table.name for table in tables)), *more)
 

@@ -243,7 +243,8 @@ class StripLowering:
             rule = "the strip lowering replaces only the fused backward pass of a convolution"
             raise PlanError(explain("pass", pass_name, rule, "backend='triton'"))
         check_pages(spec, "strip")
-        check_learned(spec, "strip", ("scores", "convolved", "visible", "parameters", "sink"))
+        pairs = ("pairs",) * (self.backend == "triton")
+        check_learned(spec, "strip", ("scores", "convolved", "visible", *pairs, "parameters", "sink"))
         plan = StripPass(spec, target.name, pass_name, self.backend)
         plan.check()
         return [plan]

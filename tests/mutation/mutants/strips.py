@@ -394,7 +394,7 @@ MUTANTS = (
     Mutant(
         "strip-convolved-at-hidden-keys",
         f"{TRITON}/strip_row_pieces.j2",
-        "tl.where(exists[:, None] & _between(j, start, end), taken, 0.0)",
+        "tl.where(exists[:, None] & _between(j, start, end{{ of_pairs }}), taken, 0.0)",
         "taken",
         "What the function before the mixture is at a hidden key gets into the gradient of the matrices.",
         (f"{INTERPRETED_PLACES}::test_training",),
