@@ -200,7 +200,7 @@ class Paged(Built):
         lengths = case.documents or [case.sizes.nk] * case.sizes.batch
         size = case.spec.page_size or 1
         used = [-(-n // size) for n in lengths]
-        order = torch.randperm(sum(used), generator=torch.Generator().manual_seed(0)).split(used)
+        order = torch.split(torch.randperm(sum(used), generator=torch.Generator().manual_seed(0)), used)
         table = torch.nn.utils.rnn.pad_sequence([*order], batch_first=True)
         return table.to(device, torch.int32), torch.tensor(lengths, device=device, dtype=torch.int32)
 

@@ -46,9 +46,9 @@ def options(spec: Spec) -> str:
     dropout.
     """
     packed = ("cu_seq_q", "cu_seq_k", "max_q", "max_k") if spec.packed else ()
-    packed += ("block_table",) if spec.packed and spec.page_size else ()
+    pages = ("block_table",) if spec.packed and spec.page_size else ()
     dropout = ("seed", "dropout_p") if spec.dropout else ()
-    return "".join(f", {name}" for name in (*packed, *dropout))
+    return "".join(f", {name}" for name in (*packed, *pages, *dropout))
 
 
 class Shapes(NamedTuple):

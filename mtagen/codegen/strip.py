@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from ..planner.geometry.cache import Cache
+from ..planner.cache import Cache
 from ..planner.geometry.pairs import PairCondition
 from ..planner.geometry.score import ScoreFunction, ScoreStage, views_of
 from ..planner.kernel import Kernel

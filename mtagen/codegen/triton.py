@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 import sympy
 
-from ..planner.geometry.cache import Cache
+from ..planner.cache import Cache
 from ..planner.geometry.pairs import PairCondition
 from ..planner.geometry.score import ScoreStage
 from ..planner.geometry.sequence import SEQUENCE

@@ -83,9 +83,9 @@ def check_paged(
     size = k_pages.shape[1]
     check_page_size(size, q.device.type)
     if not q.is_cpu and (misplaced := [name for name, x in named if not is_aligned(x)]):
-        got = tuple(dict(named)[misplaced[0]].stride())
+        strides = tuple(dict(named)[misplaced[0]].stride())
         rule = "rows must start at multiples of 16 bytes; pages are never copied"
-        raise InputError(explain(f"strides of {misplaced[0]}", got, rule, "contiguous pages, or a view of them"))
+        raise InputError(explain(f"strides of {misplaced[0]}", strides, rule, "contiguous pages, or a view of them"))
     checked = check_packed(spec, dtypes, q, k_pages[:, 0], v_pages[:, 0], weights)
     _check_requests(pages, size, len(k_pages), q, spec.context)
     checked += check_slots(spec, q, k_pages[:, 0], sink, parameters, len(pages.lengths))

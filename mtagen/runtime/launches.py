@@ -135,10 +135,10 @@ def exercise(plan: Plan, module: ModuleType, device: torch.device, pass_name: st
     if pass_name != "decode":
         return
     lengths = torch.ones(1, dtype=torch.int32, device=device)
-    caches, pages, all_lengths = (k, v), (), (None, lengths)
+    caches, pages, all_lengths = [k, v], [], [None, lengths]
     if spec.page_size:
         caches = [zeros(argument, Nk=spec.page_size) for argument in spec.arguments[1:3]]
-        pages, all_lengths = (torch.zeros(1, 1, dtype=torch.int32, device=device), 1), (lengths,)
+        pages, all_lengths = [torch.zeros(1, 1, dtype=torch.int32, device=device), 1], [lengths]
     for new_tokens in (1, MAX_NEW_TOKENS):
         q_tail = zeros(spec.decode_arguments[0], Nq=spec.context + new_tokens)
         for cache_seqlens in all_lengths:

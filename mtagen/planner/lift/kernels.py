@@ -12,8 +12,8 @@ import sympy
 from sympy import ceiling
 
 from ...spec import Spec
+from ..cache import Cache
 from ..geometry.affine import N_K, N_Q, Size
-from ..geometry.cache import Cache
 from ..geometry.score import ScoreStage
 from ..kernel import Argument, Kernel, numbers
 from ..names import kernel_name

@@ -11,8 +11,8 @@ from sympy import Min, ceiling
 
 from ...errors import PlanError, explain
 from ...spec import EXPRESSIONS, MAX_NEW_TOKENS, Spec
+from ..cache import Cache
 from ..geometry.affine import N_Q, Size
-from ..geometry.cache import Cache
 from ..geometry.mask import Mask
 from ..geometry.pairs import PairCondition
 from ..geometry.score import ScoreStage, views_of

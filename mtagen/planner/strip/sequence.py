@@ -8,7 +8,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from ...spec import Spec
-from ..geometry.cache import Cache
+from ..cache import Cache
 from ..geometry.mask import Mask
 from ..kernel import Argument, numbers, reads
 from ..targets import get_target

@@ -28,10 +28,10 @@ from sympy import Expr, Min, ceiling
 
 from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
+from ..cache import Cache
 from ..cuda.memory import SharedMap
 from ..cuda.score import parameters, sink
 from ..cuda.toeplitz import CHUNK, SCORE_EXPONENT
-from ..geometry.cache import Cache
 from ..geometry.mask import Mask
 from ..kernel import Buffer, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...spec import Spec
-from ..kernel import Argument, numbers, reads
+from ..spec import Spec
+from .kernel import Argument, numbers, reads
 
 
 @dataclass(frozen=True)
