@@ -346,12 +346,38 @@ class _TritonConditionPrinter(_TritonPrinter):
         """Print a condition; of a comparison each side has the terms that it adds."""
         if not expr.is_Relational:
             return super().condition(expr)
-        terms = sympy.Add.make_args((expr.lhs - expr.rhs).expand())
+        difference = (expr.lhs - expr.rhs).expand().replace(lambda part: part.is_Add, _with_remainders)
+        terms = sympy.Add.make_args(difference)
         sides = (
             sympy.Add(*(term for term in terms if not _is_negative(term))),
             sympy.Add(*(-term for term in terms if _is_negative(term))),
         )
         return f" {expr.rel_op} ".join(self.integer(side, _PRODUCT) for side in sides)
+
+    def _integer(self, expr: Expr, fits: bool) -> tuple[str, int]:
+        if not isinstance(expr, sympy.Mod):
+            return super()._integer(expr, fits)
+        text, tightness = self._integer(expr.args[0], fits)
+        number, divisor = text if tightness == _ATOM else f"({text})", expr.args[1]
+        return f"(({number} % {divisor} + {divisor}) % {divisor})", _ATOM  # because kernels divide toward zero
+
+
+def _with_remainders(expr: Expr) -> Expr:
+    """Return an integer with remainders in place of numbers less their quotients times the divisor."""
+    for floor in sorted(expr.atoms(sympy.floor), key=sympy.default_sort_key):
+        number, divisor = sympy.fraction(sympy.together(floor.args[0]))
+        times = -expr.coeff(floor) / divisor
+        if not times.is_Integer or times == 0:
+            continue
+        rest = (expr + times * (divisor * floor - number)).expand()
+        if _terms(rest) <= _terms(expr) - 2:
+            expr = rest + times * sympy.Mod(number, divisor, evaluate=False)
+    return expr
+
+
+def _terms(expr: Expr) -> int:
+    """Return the number of terms of a sum besides a number."""
+    return sum(not term.is_number for term in sympy.Add.make_args(expr))
 
 
 def _fits(expr: Expr) -> bool:

@@ -48,7 +48,7 @@ def magnitude(expr: Expr) -> float:
     if expr.is_number:
         return float(abs(expr))
     if expr.is_Symbol:
-        return float(LARGEST_PLACE)
+        return float(LARGEST_PLACE - 1)
     parts = [magnitude(part) for part in expr.args if isinstance(part, Expr)]
     if expr.is_Add:
         return sum(parts)
@@ -58,6 +58,10 @@ def magnitude(expr: Expr) -> float:
         return max(1.0, parts[0]) ** float(expr.exp) if expr.exp.is_Integer and expr.exp > 0 else math.inf
     if isinstance(expr, (Minimum, Maximum, Where)):
         return max(parts)
+    if isinstance(expr, sympy.Mod):  # an entry itself is in 32 bits, whatever its sign
+        number, divisor = expr.args
+        is_computed = number.is_Add or number.is_Mul or number.is_Pow
+        return max(parts[0] if is_computed else min(parts[0], _LARGEST_ENTRY - 1), float(divisor))
     if isinstance(expr, sympy.floor) and is_of_integers(expr):
         numerator, divisor = sympy.fraction(sympy.together(expr.args[0]))
         return magnitude(numerator) + float(divisor)
