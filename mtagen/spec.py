@@ -368,7 +368,8 @@ class Spec:
     def tables(self, pass_name: str) -> tuple[Argument, ...]:
         """Return the tables of the mask that kernels of a pass take; none if the mask is a window.
 
-        Only fused kernels of backward passes own keys, and look for the rows that see them.
+        Only fused kernels of backward passes own keys, and look for the rows that see them. So the
+        backward pass of a fusible op has four tables, by whichever lowering.
         """
         if self.visible is None:
             return ()
