@@ -406,7 +406,7 @@ class Spec:
         """Return the tables of the mask that kernels of a pass take; none if the mask is a window.
 
         Those of keys come last. Only fused kernels of backward passes own keys, and look for the rows
-        that see them.
+        that see them. So the backward pass of a fusible op has them, by whichever lowering.
         """
         if self.visible is None:
             return ()

@@ -286,3 +286,13 @@ def test_text_says_where_a_decision_comes_from() -> None:
         "backward": {COST_MODEL},
         "decode": {ONLY_ONE},
     }
+
+
+def test_masks_in_tables() -> None:
+    """CUDA's fused kernels convolve under them; Triton's need strips for that; other stages have Triton's only."""
+    mask = {"causal": False, "visible": "(j <= i) | (j < prefix[b])", "parameters": {"prefix": "b"}}
+    made = {backend: plan(Spec((6, 11), 64, **mask), "sm_90a", backend) for backend in ("cuda", "triton", "auto")}
+    lowerings = {backend: {one[name].lowering for name in PASSES} for backend, one in made.items()}
+    assert lowerings == {"cuda": {"tile"}, "triton": {"strip"}, "auto": {"tile"}}
+    with pytest.raises(PlanError, match="visible"):
+        plan(Spec((6, 11), 64, mixed_heads=2, **mask), "sm_90a", "cuda")

@@ -190,8 +190,8 @@ class TileForward(TilePass):
         Two warpgroups gain less than three, so only three leave. With dropout, and with a single
         tap, the last steps would spill registers.
         """
-        zeros = self.mask.hides_later and not (self.mask.zeroes_terms or self.mask.is_tabulated)
-        ahead = 16 * (self.warps - 4) <= self.stages * self.keys
+        zeros = self.mask.hides_later and not self.mask.zeroes_terms
+        ahead = not self.mask.is_tabulated and 16 * (self.warps - 4) <= self.stages * self.keys
         fits = self.slab.count > 0 and not self.dropout_bits
         return self.hopper and zeros and ahead and fits and self.warps == 12
 

@@ -111,9 +111,9 @@ MUTANTS = (
     ),
     Mutant(
         "forward-mask-of-the-last-row-only",
-        f"{CUDA}/forward_masks.j2",
-        'hidden(("position", "position + 15"),',
-        'hidden(("position + 15", "position + 15"),',
+        "mtagen/codegen/cuda_masks.py",
+        'hidden(self.mask, ("position", "position + 15"),',
+        'hidden(self.mask, ("position + 15", "position + 15"),',
         "Of tiles that the diagonal only just reaches, keys are seen that are hidden from the first rows.",
         (f"{EMULATED}::test_accurate[{SM90}]",),
     ),

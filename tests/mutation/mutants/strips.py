@@ -517,7 +517,7 @@ MUTANTS = (
     Mutant(
         "cuda-rows-forward-taken-for-strips",
         "mtagen/planner/strip/stages.py",
-        "self.mixes_after_alone or self.spec.is_fusible",
+        "self.mixes_after_alone or self.spec.is_liftable",
         "self.mixes_after_alone",
         "The same behind the fused forward kernel of a convolution, for whose backward pass strips stand in.",
         (f"{CUDA_IN_STRIPS}::test_backward_of_a_fused_forward",),
