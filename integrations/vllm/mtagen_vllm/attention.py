@@ -131,7 +131,7 @@ class MtaImpl(AttentionImpl[MtaMetadata]):
         k_pages[page, place], v_pages[page, place] = key[:count], value[:count]
         rings = Rings.in_padding(self.op, self.num_heads, pages, spare=self.spare, unread=NULL_PAGE)
         step = attn_metadata.step_of(rings)
-        # Requests with equally many new tokens go to the kernels of decode, which divide keys by the number of requests.
+        # Equal numbers of new tokens fit the kernels of decode, whose rounding depends on the number of requests.
         alike = len(requests.seq_lens) * requests.max_query_len == count and not envs.VLLM_BATCH_INVARIANT
         output[:count] = self.op.paged(
             rings.append(query[:count], step),
