@@ -27,6 +27,7 @@ from mtagen.serving import Rings, Step
 
 from . import BACKEND
 
+SPLITS = 8  # of a request's keys in a step that does not depend on other requests
 NULL_PAGE = 0  # vLLM gives it to no request
 PREFERRED_SIZE = 64  # tokens of a page; the ring of a smaller page is as large
 
@@ -131,9 +132,10 @@ class MtaImpl(AttentionImpl[MtaMetadata]):
         k_pages[page, place], v_pages[page, place] = key[:count], value[:count]
         rings = Rings.in_padding(self.op, self.num_heads, pages, spare=self.spare, unread=NULL_PAGE)
         step = attn_metadata.step_of(rings)
-        # Requests with equally many new tokens go to the kernels of decode, which divide keys by the number of
-        # requests.
-        alike = len(requests.seq_lens) * requests.max_query_len == count and not envs.VLLM_BATCH_INVARIANT
+        # Bits that do not depend on other requests need fixed splits, and the same most keys in every step.
+        fixed = {"num_splits": SPLITS, "decode_threshold": 1} if envs.VLLM_BATCH_INVARIANT else {}
+        most = requests.block_table_tensor.shape[1] * size if fixed else requests.max_seq_len
+        alike = len(requests.seq_lens) * requests.max_query_len == count
         output[:count] = self.op.paged(
             rings.append(query[:count], step),
             k_pages,
@@ -144,7 +146,8 @@ class MtaImpl(AttentionImpl[MtaMetadata]):
             cu_seq_q=None if alike else step.cu_seq_q,
             lengths=requests.seq_lens,
             max_q=requests.max_query_len + rings.context,
-            max_k=requests.max_seq_len,
+            max_k=most,
+            **fixed,
         )
         return output
 

@@ -83,6 +83,15 @@ def test_drafts(served: Served, steps: Steps, monkeypatch: pytest.MonkeyPatch) -
         assert served.equal(generate(llm)) < len(PROMPTS), "no draft was taken back"
 
 
+def test_preempted_requests(served: Served, steps: Steps) -> None:
+    few = {"max_model_len": 128, "block_size": 8, "num_gpu_blocks_override": 22, "enable_prefix_caching": False}
+    with engine(served, **few) as llm:
+        steps.clear()
+        assert served.equal(generate(llm)) == len(PROMPTS)
+    least = sum(len(prompt) + len(answer) - 1 for prompt, answer in zip(PROMPTS, served.answers, strict=True))
+    assert sum(new for step in steps for new, _ in step) > least, "no request gave up its pages"
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -120,6 +129,7 @@ def test_heads_mixed_across_ranks_are_refused(served: Served, monkeypatch: pytes
     ("options", "rule"),
     [
         ({"block_size": 24}, "page size: got 24; must be a power of two"),
+        ({"hf_overrides": {"causal": False}}, "a token's output depends on later tokens, which vLLM does not know yet"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: got 'fp8'; keys and values must have the dtype of the model"),
     ],
 )
