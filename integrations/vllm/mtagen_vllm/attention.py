@@ -133,7 +133,7 @@ class MtaImpl(AttentionImpl[MtaMetadata]):
         rings = Rings.in_padding(self.op, self.num_heads, pages, spare=self.spare, unread=NULL_PAGE)
         step = attn_metadata.step_of(rings)
         # Bits that do not depend on other requests need fixed splits, and the same most keys in every step.
-        fixed = {"num_splits": SPLITS, "decode_threshold": 1} if envs.VLLM_BATCH_INVARIANT else {}
+        fixed: dict[str, Any] = {"num_splits": SPLITS, "decode_threshold": 1} if envs.VLLM_BATCH_INVARIANT else {}
         most = requests.block_table_tensor.shape[1] * size if fixed else requests.max_seq_len
         alike = len(requests.seq_lens) * requests.max_query_len == count
         output[:count] = self.op.paged(
