@@ -101,14 +101,13 @@ def contiguous(op: AttentionOp, given: Paged, num_splits: int | None = None) -> 
     """
     arguments, context = given.arguments, op.plan.spec.context
     counts = (arguments["cu_seq_q"].diff() - context).tolist()
-    steps = _by_decode(op, given, min(MAX_NEW_TOKENS, max(counts)), num_splits)
-    chunks = _by_varlen(op, given)
-    return torch.cat(
-        [
-            steps[number, -count:] if 1 <= count <= MAX_NEW_TOKENS else chunks[number][context:]
-            for number, count in enumerate(counts)
-        ]
-    )
+    few = [1 <= count <= MAX_NEW_TOKENS for count in counts]
+    steps = _by_decode(op, given, min(MAX_NEW_TOKENS, max(counts)), num_splits) if any(few) else None
+    chunks = None if all(few) else _by_varlen(op, given)
+    rows = []
+    for number, (count, is_step) in enumerate(zip(counts, few, strict=True)):
+        rows.append(steps[number, -count:] if is_step else chunks[number][context:])
+    return torch.cat(rows)
 
 
 def _by_decode(op: AttentionOp, given: Paged, new: int, num_splits: int | None) -> Tensor:

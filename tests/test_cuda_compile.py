@@ -60,6 +60,8 @@ CASES = [
     *((name, "sm_90a", Spec((3, 3), 64, causal=False, mask="output", window=(40, 30))) for name in PASSES),
     *((name, target, Spec((6, 11), 128, packed=True)) for target in ("sm_80", "sm_90a") for name in PASSES[:2]),
     *((name, "sm_90a", Spec((6, 11), 64, packed=True)) for name in PASSES[:2]),
+    *(("decode", target, Spec((6, 11), 128, page_size=64)) for target in ("sm_80", "sm_90a")),
+    *(("forward", target, Spec((6, 11), 128, packed=True, page_size=64)) for target in ("sm_80", "sm_90a")),
     *((name, target, Spec((6, 11), 128, visible="j >= i // 2")) for target in ("sm_80", "sm_90a") for name in PASSES),
     *((name, target, Spec((6, 11), 128, dropout=True)) for target in ("sm_80", "sm_90a") for name in PASSES[:2]),
 ]
@@ -69,7 +71,7 @@ def case_id(value: object) -> str:
     if not isinstance(value, Spec):
         return str(value)
     mask = Mask.of(value).name
-    options = "-packed" * value.packed + "-dropout" * value.dropout
+    options = "-packed" * value.packed + "-dropout" * value.dropout + "-pages" * (value.page_size is not None)
     return f"{value.cq}x{value.ck}-d{value.head_dim}-{value.dtype}-{mask}-{value.key_padding}{options}"
 
 

@@ -11,8 +11,10 @@ import documents
 import dropping
 import problems
 import pytest
+import torch
 from emulator import load_emulated
 from host_functions import retiled
+from paged import contiguous, draw
 
 from mtagen import Plan, Spec, plan
 from mtagen.codegen import render
@@ -104,6 +106,17 @@ def test_decode(heads: int, stages: dict[str, Any], folder: Path) -> None:
     for new_tokens, lengths, splits in ((1, (140, 3), None), (8, (0, 99), 2)):
         problem = problems.random(op.plan.spec, Sizes(2, heads, heads // 2, 1, 140), new_tokens=new_tokens)
         assert not problems.decode_failures(op, op.plan.spec, problem, lengths, splits)
+
+
+@pytest.mark.parametrize("name", ["all stages", "all stages in a window"])
+def test_decode_from_pages(name: str, folder: Path) -> None:
+    """The bits of a cache; slots that hold no token are NaN."""
+    heads, stages = PIPELINES[name]
+    op = build(folder, stages)
+    load_emulated(plan(replace(op.plan.spec, page_size=16), "sm_90a", "cuda"), folder)
+    requests = [(2, keys) for keys in (2, 17, 70)]
+    given = draw(op.plan.spec, requests, 16, heads=heads, kv_heads=heads // 2, dtype=torch.float16)
+    assert torch.equal(op.paged(**given.arguments), contiguous(op, given))
 
 
 @pytest.mark.parametrize(
