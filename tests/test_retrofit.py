@@ -420,27 +420,3 @@ def test_one_compiled_step_serves_all_lengths() -> None:
     for given in ({}, {"attention_mask": LEFT}):
         assert torch.equal(generate(ours, x, **given, **static), generate(ours, x, **given))
     assert len(graphs) == 1
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")
-def test_adapters(tmp_path: Path) -> None:
-    """The projections keep their names, and the stages are a module that an adapter can hold."""
-    peft = pytest.importorskip("peft")
-    ours, x = retrofit(made("gemma2"), **STAGES), tokens(2, 11)
-    plain = copy.deepcopy(ours)
-    options = peft.LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["stages"], r=2)
-    adapted = peft.get_peft_model(ours, options)
-    optimizer = torch.optim.AdamW([x for x in adapted.parameters() if x.requires_grad], lr=1e-2)
-    for _ in range(2):
-        adapted(x, labels=x).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    adapted.eval().save_pretrained(tmp_path)
-    expected, before = adapted(x).logits, plain(x).logits
-    assert (expected - before).abs().max() > 0.01
-    loaded = peft.PeftModel.from_pretrained(plain, tmp_path).eval()
-    assert torch.equal(loaded(x).logits, expected)
-    merged = loaded.merge_and_unload()
-    close(merged(x).logits, expected)
-    trained = merged.model.layers[0].self_attn.stages
-    assert (trained.post_head_weight - torch.eye(2)).abs().max() > 1e-3
