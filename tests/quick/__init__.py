@@ -61,7 +61,7 @@ QUICK = frozenset(
         "test_nn.py::test_is_the_authors_layer",
         "test_offline.py::test_decode_keeps_to_its_registers[64-sm_80]",
         "test_op.py::test_equals_reference",
-        "test_paged.py::test_has_the_bits_of_varlen",
+        "test_paged.py::test_has_the_bits_of_contiguous_keys",
         "test_parameters.py::test_ranges_hold",
         "test_peft.py::test_names_in_other_modules",
         "test_op.py::test_flop_of_hand_computed_sizes",
