@@ -29,7 +29,8 @@ def lora_options(model: nn.Module) -> dict[str, Any]:
 
     Returns:
         ``target_modules`` and ``modules_to_save``: the names of attention's modules, each after the
-        name of its parent, because a router of experts is a ``gate``, too.
+        name of its parent, because PEFT compares ends of names, and a router of experts may be a
+        ``gate``, too.
 
     Raises:
         SpecError: the model has no attention with stages.
