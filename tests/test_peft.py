@@ -151,6 +151,19 @@ def test_names_in_each_family(family: str) -> None:
     assert others == {f"model.layers.{i}.self_attn.stages" for i in range(2)}
 
 
+@pytest.mark.parametrize(
+    ("base", "attention"),
+    [("llama", ["q_proj", "k_proj", "v_proj", "o_proj"]), ("paper", ["wq", "wk", "wv", "wo"])],
+)
+def test_adapters_of_all_linear_modules(base: str, attention: list[str]) -> None:
+    """Not of the gate, which is none, nor of the output layer."""
+    model = BASES[base]()
+    options = {**lora_options(model), "target_modules": "all-linear"}
+    names = [name for name, _ in peft.get_peft_model(model, peft.LoraConfig(**options)).named_parameters()]
+    adapted = {name.partition(".lora_A")[0].rpartition(".")[2] for name in names if ".lora_A" in name}
+    assert adapted == {*attention, "gate_proj", "up_proj", "down_proj"}
+
+
 def test_names_in_other_modules() -> None:
     """A layer alone has no parent, and tools replace projections by modules that are no ``torch.nn.Linear``."""
     one = MultiTokenAttention(64, 4, gate="scalar")
