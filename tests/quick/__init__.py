@@ -36,6 +36,7 @@ QUICK = frozenset(
         "test_emulated_documents.py::test_dropout[sm_80-3x3-d32-bf16-both-causal-source-dropout]",
         "test_emulated_kernels.py::test_accurate[sm_80-1x1-d32-bf16-both-causal-output]",
         "test_emulated_kernels.py::test_accurate[sm_90a-4x2-d32-bf16-both-causal-source]",
+        "test_emulated_kernels.py::test_masks_in_tables[sm_80-3x3-d32-bf16-both-full-tables]",
         "test_emulated_learned.py::test_forward[sm_80-3x3-d32-bf16-both-causal-source-left40-right-1]",
         "test_emulated_strip.py::test_convolution[(3, 3), left]",
         "test_emulated_strip.py::test_convolution_of_a_decode_step[(3, 3), left]",
