@@ -54,10 +54,10 @@ def test_the_rest_is_built_once_when_a_call_needs_it(built: list[Plan]) -> None:
     op = build(packed=True)
     kernels = library.executor_of(op._key).variants
     for _ in range(2):
-        kernels(True, False)
+        kernels(True, False, None)
         assert len(built) == 2
     for _ in range(2):
-        kernels(True, True)
+        kernels(True, True, None)
         assert variants(built)[2:] == [(True, True)]
 
 

@@ -48,7 +48,8 @@ class Variants:
         self.built: list[tuple[bool, bool]] = []
         self.told: list[Told] = []
 
-    def __call__(self, packed: bool, dropout: bool) -> Passes:
+    def __call__(self, packed: bool, dropout: bool, page_size: int | None) -> Passes:
+        assert page_size is None
         self.built.append((packed, dropout))
         return Passes(partial(self.forward, packed, dropout), partial(self.backward, packed, dropout))
 

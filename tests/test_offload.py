@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, init_empty_weights, load_checkpoint_and_dispatch
-from test_transformers import SIZES, close, made, tokens
+from test_retrofit import STAGES, close, randomise
+from test_retrofit import made as trained_model
+from test_transformers import SIZES, made, tokens
 
 from mtagen import InputError
 from mtagen.nn import MultiTokenAttention
-from mtagen.transformers import MtaConfig, MtaForCausalLM
+from mtagen.transformers import MtaForCausalLM, retrofit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,7 +38,7 @@ CPU = torch.device("cpu")
 PLACES = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "disk"}
 
 
-def whole() -> MtaForCausalLM:
+def decoder() -> MtaForCausalLM:
     model = made(OPTIONS)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -45,23 +48,31 @@ def whole() -> MtaForCausalLM:
     return model
 
 
-def dispatched(model: MtaForCausalLM, folder: Path) -> MtaForCausalLM:
+def retrofitted(family: str = "gpt_oss") -> Any:
+    """By default with sinks, which are weights of its own attention, beside those of the stages."""
+    return randomise(retrofit(trained_model(family), **STAGES))
+
+
+MADE = {"decoder": decoder, "retrofitted": retrofitted}
+
+
+def dispatched(model: Any, folder: Path) -> Any:
     model.save_pretrained(folder / "saved")
     places = PLACES | {"lm_head": "cpu"}
-    return MtaForCausalLM.from_pretrained(folder / "saved", device_map=places, offload_folder=folder / "weights")
+    return type(model).from_pretrained(folder / "saved", device_map=places, offload_folder=folder / "weights")
 
 
-def from_the_meta_device(model: MtaForCausalLM, folder: Path) -> MtaForCausalLM:
+def from_the_meta_device(model: Any, folder: Path) -> Any:
     model.save_pretrained(folder / "saved")
     with init_empty_weights():
-        empty = MtaForCausalLM(MtaConfig(**SIZES | OPTIONS)).eval()
+        empty = type(model)(copy.deepcopy(model.config)).eval()
     assert all(x.is_meta for x in empty.parameters())
     empty.tie_weights()
     places = PLACES | {"lm_head": "cpu"}
     return load_checkpoint_and_dispatch(empty, folder / "saved", device_map=places, offload_folder=folder / "weights")
 
 
-WAYS: dict[str, Callable[[MtaForCausalLM, Path], Any]] = {
+WAYS: dict[str, Callable[[Any, Path], Any]] = {
     "cpu_offload": lambda model, folder: cpu_offload(copy.deepcopy(model), execution_device=CPU),
     "disk_offload": lambda model, folder: disk_offload(copy.deepcopy(model), folder, execution_device=CPU),
     "device_map": dispatched,
@@ -69,8 +80,9 @@ WAYS: dict[str, Callable[[MtaForCausalLM, Path], Any]] = {
 }
 
 
+@pytest.mark.parametrize("whole", MADE.values(), ids=MADE)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_same_tokens(way: Callable[[MtaForCausalLM, Path], Any], tmp_path: Path) -> None:
+def test_same_tokens(way: Callable[[Any, Path], Any], whole: Callable[[], Any], tmp_path: Path) -> None:
     """Calls with and without padding, and generation with a cache."""
     model = whole()
     offloaded = way(model, tmp_path)
@@ -84,7 +96,7 @@ def test_same_tokens(way: Callable[[MtaForCausalLM, Path], Any], tmp_path: Path)
 
 
 def layer() -> MultiTokenAttention:
-    return cpu_offload(whole().model.layers[0].self_attn, execution_device=CPU)
+    return cpu_offload(decoder().model.layers[0].self_attn, execution_device=CPU)
 
 
 def test_cache_of_an_offloaded_layer() -> None:
@@ -108,14 +120,15 @@ def test_cache_without_a_key() -> None:
 
 @pytest.mark.parametrize("given", [{"dtype": torch.float64}, {"device": "meta"}], ids=str)
 def test_what_is_asked_for_comes_first(given: dict[str, Any]) -> None:
-    one, x = whole().model.layers[0].self_attn, torch.randn(2, 9, SIZES["hidden_size"])
+    one, x = decoder().model.layers[0].self_attn, torch.randn(2, 9, SIZES["hidden_size"])
     cache = one.new_cache(2, 9, like=x, **given)
     assert all(getattr(cache.keys, name) == getattr(torch.empty(0, **given), name) for name in given)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("whole", [decoder, partial(retrofitted, "gemma2")], ids=MADE)
 @pytest.mark.parametrize("way", ["cpu_offload", "two devices"])
-def test_same_tokens_on_gpus(way: str, tmp_path: Path) -> None:
+def test_same_tokens_on_gpus(way: str, whole: Callable[[], Any], tmp_path: Path) -> None:
     """Offloaded to the CPU, or with a layer on each of two devices."""
     model = whole().to(torch.bfloat16)
     if way == "cpu_offload":
@@ -123,7 +136,9 @@ def test_same_tokens_on_gpus(way: str, tmp_path: Path) -> None:
     elif torch.cuda.device_count() > 1:
         model.save_pretrained(tmp_path)
         places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1, "lm_head": 0}
-        spread = MtaForCausalLM.from_pretrained(tmp_path, device_map=places)
+        if hasattr(model.model, "rotary_emb"):
+            places["model.rotary_emb"] = 0
+        spread = type(model).from_pretrained(tmp_path, device_map=places)
     else:
         pytest.skip("needs two GPUs")
     x, mask = tokens(2, 9).cuda(), torch.tensor([[0] * 4 + [1] * 5, [1] * 9]).cuda()

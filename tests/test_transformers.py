@@ -29,7 +29,7 @@ from transformers import (
 
 from examples.gpt import model as gpt
 from mtagen import InputError, SpecError
-from mtagen.transformers import MtaCache, MtaConfig, MtaForCausalLM, MtaModel, lora_options
+from mtagen.transformers import MtaCache, MtaConfig, MtaForCausalLM, MtaModel
 from mtagen.transformers.cache import CACHE_NAME
 from mtagen.transformers.configuration import CACHE_NAMES
 
@@ -663,14 +663,6 @@ def test_attention_of_transformers_is_refused(model: MtaForCausalLM, tmp_path: P
     with pytest.raises(SpecError, match=match):
         model.set_attn_implementation(name)
     assert AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").config.hidden_size == 32
-
-
-def test_names_for_adapters() -> None:
-    """Llama's names of projections stand for the layer's; others stay."""
-    assert lora_options(["q_proj", "wv", "up_proj"])["target_modules"] == ["wq", "wv", "up_proj"]
-    assert lora_options("all-linear")["target_modules"] == "all-linear"
-    with pytest.raises(SpecError, match=r"target_modules: got 'q_proj'; must be names.*\['q_proj'\]"):
-        lora_options("q_proj")
 
 
 def test_import_without_the_package() -> None:

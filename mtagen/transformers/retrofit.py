@@ -38,7 +38,7 @@ def retrofit(
     Args:
         model: a model of transformers, of one of the families
             :data:`mtagen.transformers.families.FAMILIES`, with or without an output layer, on any device and of any
-            dtype, quantised or not.
+            dtype, quantised or not. Weights that optimum-quanto has quantised cannot be copied.
         kernel: as in :class:`mtagen.transformers.MtaConfig`, like all following arguments.
         mixed_heads: as in the configuration.
         post_kernel: as in the configuration.

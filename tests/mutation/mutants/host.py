@@ -31,7 +31,7 @@ MUTANTS = (
     ),
     Mutant(
         "expanded-rows-count-as-aligned",
-        "mtagen/ops/executor.py",
+        "mtagen/ops/checks.py",
         "if size > 1 and (stride <= 0 or stride % vector):",
         "if size > 1 and stride % vector:",
         "One row that stands for all, with a stride of 0, reaches kernels that cannot read it.",

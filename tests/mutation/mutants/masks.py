@@ -67,8 +67,8 @@ MUTANTS = (
     Mutant(
         "mask-gap-of-the-row-alone",
         TABLES,
-        "(first_hidden + rows.begin).cummax(-1).values",
-        "first_hidden + rows.begin",
+        "first_hidden.cummax(-1).values",
+        "first_hidden",
         "Rows that see a key between them are among those that are skipped.",
         ("tests/test_mask_tables.py::test_tables_of_a_batch_with_gaps",),
     ),
@@ -139,8 +139,8 @@ MUTANTS = (
     Mutant(
         "mask-rows-of-keys-by-the-last-row",
         TABLES,
-        "latest = last.cummax(-1).values",
-        "latest = last",
+        "_searched(call, last.cummax(-1).values, ",
+        "_searched(call, last, ",
         "Gradients of keys lack rows that see them, if later rows see fewer keys.",
         (f"{INTERPRETED}::test_batch",),
     ),

@@ -112,4 +112,20 @@ MUTANTS = (
         "A model's gate does not start with the deviation that its configuration names.",
         ("tests/test_transformers.py::test_initial_values",),
     ),
+    Mutant(
+        "adapters-of-all-modules-of-a-name",
+        "mtagen/transformers/adapters.py",
+        'f"{parent}.{child}".lstrip(".")',
+        "child",
+        "A router of experts that is called gate is trained and saved whole.",
+        (f"{ADAPTED}::test_names_in_other_modules",),
+    ),
+    Mutant(
+        "adapters-without-stages-of-retrofits",
+        "mtagen/transformers/adapters.py",
+        "(Stages, ScoreStages)",
+        "Stages",
+        "Retrofitted models are refused.",
+        (f"{ADAPTED}::test_names_in_each_family",),
+    ),
 )
