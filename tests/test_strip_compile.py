@@ -101,6 +101,13 @@ def test_hopper_with_parameters() -> None:
     assert_fits(used, "sm_90a", PARAMETERS_STACK)
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_steps_read_pages(target: str) -> None:
+    used = compiled(Spec(head_dim=64, page_size=16, **CONVOLVED), target, "decode_scores", "decode_values")
+    assert used.keys() == {"decode_scores", "decode_values"}
+    assert all(usage.stack == 0 for usage in used.values())
+
+
 def test_hopper_with_wide_heads() -> None:
     """The kernels that hold vectors of queries, keys or values; the others are the same."""
     used = compiled(Spec(head_dim=128, **CONVOLVED), "sm_90a", "_scores_", "grad_shares", "decode_values")
