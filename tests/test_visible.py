@@ -6,23 +6,30 @@ import itertools
 import math
 import re
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import mtagen
 from mtagen import InputError, SpecError
+from mtagen.codegen.expressions import triton_condition
+from mtagen.evaluate import _Evaluation
+from mtagen.expressions.language import KEY, POSITION
 from mtagen.measure.judge import documents_op
 from mtagen.nn import MultiTokenAttention
+from mtagen.planner.geometry import score
+from mtagen.planner.geometry.pairs import PairCondition
 from mtagen.spec import Spec
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
+SYMBOLS = {score.POSITION: POSITION, score.KEY: KEY}  # from those of kernels
 # Each with the integers that it reads: a function of (batch, tokens).
 MASKS: dict[str, dict[str, Any]] = {
     "prefix": {"causal": False, "visible": "(j <= i) | (j < prefix[b])", "parameters": {"prefix": "b"}},
@@ -403,6 +410,42 @@ def _pairs_of_text(rules: dict[str, Any], nq: int, nk: int) -> Tensor:
         in_window = (left < 0 or j >= i - left) and (right < 0 or j <= i + right)
         seen[0, row, j] = in_window and bool(eval(code, {"math": math, "i": i, "j": Fraction(j)}))
     return seen
+
+
+class Truncating(Tensor):
+    """Integers that are divided toward zero, as kernels divide them."""
+
+    def __floordiv__(self, other: Any) -> Any:
+        return torch.div(self, other, rounding_mode="trunc")
+
+    def __mod__(self, other: Any) -> Any:
+        return torch.fmod(self, other)
+
+
+@settings(max_examples=60, deadline=None)
+@given(conditions())
+@example("(abs(i // 8 - j // 8) < 3) & (abs(i % 8 - j % 8) < 3) & (2 * j - i != 7)")
+@example("(j % 3 != i % 2) | (i - 3 * ((i - j) // 3) == 7) | (max(j // 5, 3) * 5 + min(i, 9) == 2 * j)")
+def test_printed_conditions(text: str) -> None:
+    """Kernels compute in 32 bits, near the largest places, too, what int64 gives."""
+    try:
+        condition = PairCondition.of(Spec(None, 16, visible=text, causal=False))
+    except SpecError:
+        assume(False)
+    assume(condition.is_checked)
+    functions = {name: extremum_of(name) for name in ("minimum", "maximum")}
+    tl = SimpleNamespace(where=torch.where, int64=torch.int64, **functions)
+    near, far = torch.arange(-9, 30), 2**30 - 1 - torch.arange(20)
+    for rows, keys in ((near, near[9:]), (far, near[9:]), (far, far)):
+        places = {"position": rows[:, None], "key": keys}
+        exact = _Evaluation({POSITION: places["position"], KEY: keys}, {}).of(condition.expr.xreplace(SYMBOLS))
+        named = {name: x.to(torch.int32).as_subclass(Truncating) for name, x in places.items()}
+        printed = eval(triton_condition(condition.expr), {"tl": tl, **named})
+        assert torch.equal(torch.as_tensor(printed).as_subclass(Tensor).expand_as(exact), exact), text
+
+
+def extremum_of(name: str) -> Any:
+    return lambda a, b: getattr(torch, name)(*torch.broadcast_tensors(torch.as_tensor(a), torch.as_tensor(b)))
 
 
 @pytest.mark.parametrize(
