@@ -427,7 +427,7 @@ def bench(
         where,
         command=shlex.join(["mtagen", "bench", f"--suite={suite}", *options]),
         jobs=jobs or min(8, os.cpu_count() or 1),
-        launches=suite == "overhead",
+        launches=suite in ("overhead", "serving"),
         patience=patience,
     )
     report.print_run(made)
