@@ -1,7 +1,8 @@
 """Tokens per second that transformers' ``generate`` makes, by a Llama and by the same Llama with stages.
 
 ``python benchmarks/generation.py --help`` prints the options. Weights are random, and the search is
-greedy. Stages start as the identity, so both models choose the same tokens but for rounding. Each
+greedy. Stages start as the identity, so both models choose the same tokens, except where rounding
+reorders two nearly equal logits. Each
 figure is of a second call, so it includes no compilation; on a GPU static caches make ``generate``
 compile its steps.
 """
@@ -28,7 +29,7 @@ CACHES = (None, "static")
 
 
 def llama(dim: int, layers: int, device: str) -> Any:
-    """Return a Llama with heads of 128 elements, 4 heads of queries for each of keys, in bf16 on a GPU."""
+    """Return a Llama with four query heads per key head, of 128 elements or fewer, in bf16 on a GPU."""
     heads = max(dim // 128, 4)
     sizes = {"hidden_size": dim, "intermediate_size": 4 * dim, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads // 4, "vocab_size": VOCABULARY}
@@ -53,7 +54,9 @@ def measure(model: Any, prompt: Tensor, count: int, cache: str | None) -> tuple[
 def main(
     dim: Annotated[int, typer.Option(help="Elements of a token's vector; the default is a model of 1.1B.")] = 2048,
     layers: Annotated[int, typer.Option(help="Number of layers.")] = 16,
-    batches: Annotated[list[int] | None, typer.Option("--batch", help="Sequences; may be repeated.")] = None,
+    batches: Annotated[
+        list[int] | None, typer.Option("--batch", help="Sequences; may be repeated; default 1 and 32.")
+    ] = None,
     prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 128,
     count: Annotated[int, typer.Option(help="New tokens.")] = 256,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file, too.")] = None,

@@ -264,7 +264,12 @@ class Rings:
         return rows
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy the rings of some pages to others, as an engine does when it copies their keys."""
+        """Copy the rings of some pages to others, as an engine does when it copies their keys.
+
+        Args:
+            sources: ``(n,)`` integers, pages that are read.
+            targets: ``(n,)`` integers, pages that are overwritten; none of them twice.
+        """
         self.queries[targets] = self.queries[sources]
 
 

@@ -177,8 +177,8 @@ class Spec:
             batch.
         dropout: whether attention probabilities are dropped (after all stages), with a probability
             that each call gives.
-        page_size: for steps of decoding whose keys and values lie in pages of so many tokens, a
-            power of two; None for a cache that has an entry for each sequence.
+        page_size: tokens of a page, a power of two, if keys and values lie in pages: those of decode
+            steps, or with ``packed`` those of forward passes. None if they do not.
 
     Raises:
         SpecError: a field is out of range.

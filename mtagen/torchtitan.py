@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .errors import InputError, explain
+from .errors import InputError, SpecError, explain
 
 try:
     from torchtitan.config import derive, override
@@ -24,6 +24,8 @@ except ModuleNotFoundError as error:
 
 from .nn.parts import set_parameter
 from .op import build
+
+_STAGES = ("kernel", "mixed_heads", "post_kernel", "post_mixed_heads", "key_padding", "mask", "backend")
 
 
 class InnerAttention(Module):
@@ -42,7 +44,7 @@ class InnerAttention(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
-        """It is a ``VarlenAttention.Config``, because torchtitan then passes where documents begin.
+        """The heads and the stages; a ``VarlenAttention.Config``, because torchtitan then passes where documents begin.
 
         Attributes:
             n_heads: heads of queries.
@@ -119,7 +121,12 @@ def multi_token_attention(config: GQAttention.Config, **stages: Any) -> GQAttent
         config: the layer without stages. The window of a ``VarlenAttention`` stays, and all other attention becomes
             causal, within documents.
         **stages: arguments of :func:`mtagen.build`, as in :class:`InnerAttention.Config`; lists count as tuples.
+
+    Raises:
+        SpecError: an argument is no option of the stages.
     """
+    if unknown := sorted(set(stages) - {*_STAGES}):
+        raise SpecError(explain("override", unknown[0], "is no option of the stages", _STAGES))
     head_dim = config.dim // config.n_heads if config.head_dim is None else config.head_dim
     stages = {name: tuple(x) if isinstance(x, list) else x for name, x in ({"kernel": None} | stages).items()}
     inner = derive(

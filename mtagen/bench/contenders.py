@@ -183,9 +183,23 @@ class Paged(Built):
         return torch.no_grad()(_by_position(call, case))
 
     def check(self, case: Case) -> Mapping[str, Comparison]:
-        """Judge the op on whole caches: tests say that pages have the same bits."""
-        whole = replace(case.spec, packed=False, page_size=None)
-        return super().check(replace(case, spec=whole))
+        """Judge the op on whole caches, and compare its results from pages with those.
+
+        Raises:
+            AssertionError: they differ.
+        """
+        rows = case.sizes.nq if case.decodes else _CHECKED_LENGTH // 2
+        small = replace(case, sizes=case.sizes._replace(batch=2, nq=rows, nk=_CHECKED_LENGTH))
+        whole = replace(small, spec=replace(case.spec, packed=False, page_size=None))
+        inputs, lengths = make_inputs(whole, self.device), small.documents or [_CHECKED_LENGTH] * 2
+        with torch.no_grad():
+            from_pages = self.prepare(small)(*self.arguments(small, inputs)).unflatten(0, (2, rows)).transpose(1, 2)
+            call = Built.prepare(self, whole)
+            for entry, n in enumerate(lengths):
+                own = slice(entry, entry + 1)
+                one = call(inputs.q[own], inputs.k[own, :, :n], inputs.v[own, :, :n], *inputs.weights.values())
+                torch.testing.assert_close(from_pages[own], one)
+        return super().check(whole)
 
     def warm_key(self, case: Case) -> Hashable | None:
         return None  # only its first call builds kernels for pages

@@ -124,7 +124,7 @@ _PAGED = _PACKED._replace(
     lengths=(
         "total_q, heads, _ = q.shape",
         "kv_heads, table_width = k.shape[1], block_table.shape[1]",
-        "# The queries behind the last document are one more, which has no keys and no pages.",
+        "# The queries behind the last document become a document without keys and pages.",
         "cu_seq_q = torch.cat((cu_seq_q, cu_seq_q.new_full((1,), total_q)))",
         "cu_seq_k = torch.cat((cu_seq_k, cu_seq_k[-1:]))",
         "documents = len(cu_seq_q) - 1",
@@ -157,7 +157,7 @@ class CacheShapes(NamedTuple):
     splits: str
 
 
-PART = 2048  # the most keys of a split of sequences in pages: the longest would keep the GPU waiting
+MOST_KEYS = 2048  # of a split of sequences in pages: the longest would keep the GPU waiting
 _SPLITS = "num_splits: parts into which the keys are split; None means as planned."
 _ENTRIES = CacheShapes(
     axes="B, Hkv, N",
@@ -179,7 +179,7 @@ _PAGES = CacheShapes(
         "max_k: at least the most keys of a sequence, and at most those of `width` pages.",
     ),
     lengths=("kv_heads, {keys}, table_width = k_cache.shape[1], max_k, block_table.shape[1]",),
-    splits=f"max({{planned}}, -(-{{keys}} // {PART}))",
+    splits=f"max({{planned}}, -(-{{keys}} // {MOST_KEYS}))",
 )
 
 

@@ -30,6 +30,7 @@ from .pages import (
     Pages,
     Routes,
     as_documents,
+    check_page_size,
     check_paged,
     check_threshold,
     new_rows,
@@ -108,7 +109,7 @@ class AttentionOp:
         # Fill cached properties now, because torch.compile cannot trace their first use.
         _ = plan.spec.weight_names, plan.spec.context
         if plan.spec.learned_arguments:
-            with suppress(SpecError):  # of a parameter that packed documents cannot have, which their calls report
+            with suppress(SpecError):  # calls report a parameter that packed documents cannot have
                 _ = plan.spec.packed_learned_arguments
 
     def __repr__(self) -> str:
@@ -525,10 +526,10 @@ class AttentionOp:
         """Compute the new queries of several requests, whose keys and values lie in pages.
 
         A request may have any number of new queries: a chunk of a prompt, or one token, or none.
-        The kernels of :meth:`decode` compute requests with few new queries, and those of
-        :meth:`varlen` the others; which is which is decided on the device. Kernels of decode, and
-        CUDA's fused kernels of varlen, read keys from the pages. Other kernels of varlen, and PyTorch's
-        ops, take copies of the keys. :class:`mtagen.serving.Rings` keeps the earlier queries.
+        The kernels of :meth:`decode` compute requests with at most ``decode_threshold`` new queries,
+        and those of :meth:`varlen` all others; the device decides. Kernels of decode, and CUDA's fused
+        kernels of varlen, read keys from the pages. Other kernels of varlen, and PyTorch's ops, take
+        copies of the keys. :class:`mtagen.serving.Rings` keeps the earlier queries.
 
         Args:
             q: ``(total, H, D)``, the requests' rows one request after another: the ``context``
@@ -550,12 +551,13 @@ class AttentionOp:
             max_k: keys of the longest request, or more. On a GPU copies of keys, where a kernel needs
                 them, have room for ``max_k`` keys of each request.
             num_splits: parts into which the kernels of decode split the keys, 1, 2, ...; planned from
-                ``max_k`` and the number of requests by default. If it is given, a request has the
-                same bits whatever else is in the call, for equal ``max_k``.
+                ``max_k`` and the number of requests by default. If it is given, no other request
+                changes a bit of a request's results, as long as ``max_k`` and ``decode_threshold``
+                stay the same.
             decode_threshold: the most new queries of a request that the kernels of decode compute,
-                1..8. If some requests have more new queries, or ``num_splits`` is given, these kernels
-                compute so many rows of each request. A smaller number makes steps of single tokens
-                faster.
+                1..8. If another request has more, or ``num_splits`` is given, these kernels compute
+                ``decode_threshold`` rows of each request. With 1, steps of single tokens beside chunks
+                are faster.
             return_lse: also return the log-sum-exps, ``(H, total - requests * context)`` fp32.
 
         Returns:
@@ -673,6 +675,8 @@ def assemble(
     for variant in product((False, True)[: packed + 1], (False, True)[: dropout + 1]):
         if generated and any(variant):
             variants(*variant, None)
+    if page_size:
+        check_page_size(page_size, "cuda" if generated and not interpreted else "cpu")
     for chunks in (False, True) if generated and page_size else ():
         variants(chunks, False, page_size)
     key = f"{plan_key(planned, sources)}-torch_on_cpu{torch_on_cpu:d}-deterministic{deterministic}"
@@ -691,11 +695,14 @@ class _Variants:
         self._built: dict[tuple[bool, bool, int | None], Passes] = {}
 
     def __call__(self, packed: bool, dropout: bool, page_size: int | None) -> Passes:
-        key = packed, dropout, page_size
         with self._lock:
-            if key not in self._built:
-                self._built[key] = self._build(packed, dropout, page_size)
-            return self._built[key]
+            return self._passes_of(packed, dropout, page_size)
+
+    def _passes_of(self, packed: bool, dropout: bool, page_size: int | None) -> Passes:
+        key = packed, dropout, page_size
+        if key not in self._built:
+            self._built[key] = self._build(*key)
+        return self._built[key]
 
     def _build(self, packed: bool, dropout: bool, page_size: int | None) -> Passes:
         """Build passes; those of packed documents without pages if no kernel reads their keys from pages."""
@@ -705,7 +712,7 @@ class _Variants:
         except PlanError:
             if not (packed and page_size):
                 raise
-            planned = self._plan_like(replace(spec, page_size=None))
+            return self._passes_of(packed, dropout, None)
         return _passes(planned, render(planned))
 
 

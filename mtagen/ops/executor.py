@@ -43,8 +43,8 @@ class Executor:
         kernels_on_cpu: whether the kernels run in Triton's interpreter, on CPU tensors.
         torch_on_cpu: whether CPU tensors go to the torch backend (backend "auto" or "torch").
         deterministic: whether gradients are bit-reproducible; None: as ``torch.use_deterministic_algorithms`` says.
-        variants: returns the passes for packed documents or not, with dropout or without, and for
-            pages of so many tokens or a cache; it may build them on first use.
+        variants: returns the passes with or without packed documents, with or without dropout, and
+            for a page size, or None without pages; it may build them on first use.
     """
 
     spec: Spec
@@ -63,8 +63,9 @@ class Executor:
         kernels = self._kernels_for(call.q, call.documents, call.dropout, _page_size(call.block_table, call.k))
         if call.block_table is not None:
             reads_pages = kernels is not None and kernels.reads_pages
+            # With mask="source", kernels that read pages ignore queries before a request's start.
             if self.spec.context and not (reads_pages and self.spec.mask == "source"):
-                call = with_earlier_zeros(call)  # otherwise kernels ignore queries that see no key
+                call = with_earlier_zeros(call)
             call = call if reads_pages else copied(call)
         q, k, v, documents, dropout = call.q, call.k, call.v, call.documents, call.dropout
         if kernels is None:
@@ -75,7 +76,7 @@ class Executor:
         with _on(q):
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
             weights = self._as_kernels_take(q, call) + mask_tables.of_call(self.spec, call, "forward")
-            assert kernels.forward is not None, "calls without pages have it"
+            assert kernels.forward is not None, "only passes for decode steps on pages have no forward"
             pages = _as_passed(None if call.block_table is None else (call.block_table,))
             others = (*_as_passed(documents), *pages, *_as_passed(dropout))
             return kernels.forward(q, k, v, *weights, call.scale, *others)
@@ -95,7 +96,7 @@ class Executor:
         with _on(q):
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
             grad_out = grad_out if is_aligned(grad_out) else grad_out.clone(memory_format=torch.contiguous_format)
-            assert kernels.backward is not None, "calls without pages have it"
+            assert kernels.backward is not None, "calls on pages have no backward"
             dq, dk, dv, *dweights = kernels.backward(
                 grad_out,
                 grad_lse.contiguous(),
@@ -122,7 +123,7 @@ class Executor:
         kernels = self._kernels_for(q_tail, page_size=_page_size(step.block_table, k_cache))
         if kernels is None:
             return cpu.decode(self.spec, step if step.block_table is None else without_pages(step))
-        if q_tail.numel() == 0 or k_cache.numel() == 0:
+        if q_tail.numel() == 0 or k_cache.numel() == 0 or step.capacity == 0:
             shape = (*q_tail.shape[:2], q_tail.shape[2] - self.spec.context)
             return _with_sink(step, *_empty_result(q_tail, shape, shape, v_cache))
         with _on(q_tail):
@@ -214,11 +215,16 @@ def _empty_result(q: Tensor, rows: Sequence[int], lse: Sequence[int], v: Tensor)
 def _with_sink(call: Call | Step, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Return results of rows that see no key, whose log-sum-exps are the sink if the op has one.
 
-    Packed rows after the last document have none, and the boundaries are not read here: such a call has no keys.
+    Packed rows after the last document have none.
     """
-    if call.sink is not None and lse.ndim == 3:
-        lse = call.sink.to(lse.dtype)[:, None].expand(lse.shape).contiguous()
-    return out, lse
+    if call.sink is None:
+        return out, lse
+    sinks = call.sink.to(lse.dtype)[:, None].expand(lse.shape)
+    documents = call.documents if isinstance(call, Call) else None
+    if documents is not None:
+        rows = torch.arange(lse.shape[1], device=lse.device)
+        return out, torch.where(rows < documents.cu_seq_q[-1], sinks, lse)
+    return out, sinks.contiguous()
 
 
 def _as_passed(values: tuple[Any, ...] | None) -> tuple[Any, ...]:

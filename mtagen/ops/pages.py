@@ -1,4 +1,4 @@
-"""Calls on keys and values that lie in pages, turned into calls on packed documents."""
+"""Calls on keys and values in pages: checks, the kernels for each request, copies for kernels that read no pages."""
 
 from __future__ import annotations
 
@@ -80,6 +80,8 @@ def check_paged(
     if k_pages.shape[:2] != v_pages.shape[:2]:
         got = tuple(k_pages.shape[:2]), tuple(v_pages.shape[:2])
         raise InputError(explain("k_pages, v_pages", got, "must have the same pages", "two equal (pages, size)"))
+    if len(k_pages) == 0:
+        raise InputError(explain("k_pages.shape", tuple(k_pages.shape), "must have a page", "1 or more pages"))
     size = k_pages.shape[1]
     check_page_size(size, q.device.type)
     if not q.is_cpu and (misplaced := [name for name, x in named if not is_aligned(x)]):
@@ -151,12 +153,14 @@ def check_threshold(given: int) -> None:
     """
     threshold = as_int(given)
     if threshold is None or not 1 <= threshold <= MAX_NEW_TOKENS:
-        rule = "is no number of new queries that the kernels of decode compute"
+        rule = "kernels of decode compute 1 to 8 new queries of a request"
         raise InputError(explain("decode_threshold", given, rule, f"1..{MAX_NEW_TOKENS}"))
 
 
 class Routes(NamedTuple):
-    """The requests of a call by the kernels that compute them. In each, the other's requests have no keys.
+    """The requests of a call, divided by the kernels that compute them.
+
+    Both parts list all requests; a request of one part has length 0 in the other.
 
     Attributes:
         steps: requests with few new queries, for the kernels of decode steps; None if there can be none.
@@ -176,8 +180,8 @@ class Routes(NamedTuple):
             pages: the requests.
             context: earlier queries that a new one depends on.
             threshold: the most new queries of a request in a decode step.
-            is_invariant: whether steps have so many rows even if all requests have fewer, so that
-                the kernel, and with it bits, do not depend on the longest request.
+            is_invariant: whether steps have ``threshold`` new rows even if all requests have fewer, so
+                that the kernel, and with it bits, do not depend on the longest request.
         """
         most, requests = context + threshold, len(pages.lengths)
         if not (requests and context < pages.max_q) or (pages.cu_seq_q is None and pages.max_q > most):
@@ -199,6 +203,8 @@ def with_earlier_zeros(call: Call) -> Call:
     """Return a call on pages whose queries before a request's start are zeros."""
     assert call.documents is not None, "requests are documents"
     cu_seq_q, cu_seq_k, *_ = call.documents
+    if len(cu_seq_q) == 1:  # all rows are padding
+        return call
     row = torch.arange(len(call.q), device=call.q.device, dtype=torch.int32)
     request = document_of(cu_seq_q, row)
     before = cu_seq_k.diff()[request] < cu_seq_q[1:][request] - row

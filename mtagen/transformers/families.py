@@ -27,7 +27,7 @@ from ..dtypes import DTypeLike
 from ..errors import InputError, SpecError, explain
 from ..planner import Backend
 from ..spec import KeyPadding, Mask
-from .batching import IMPLEMENTATION
+from .batching import IMPLEMENTATION, check_batching
 from .configuration import checked_overrides, stored_dtype
 from .features import OwnAttention, OwnGeneration, keep_loaded
 from .stages import NAME, ScoreStages, prepare, withhold_cache
@@ -180,6 +180,7 @@ class RetrofittedGenerator(OwnGeneration, Retrofitted):
         if windows:
             rule = "transformers' pages hold no keys before a window, which stages of earlier queries need"
             raise InputError(explain("sliding_window", max(windows), rule, "generate"))
+        check_batching(named.get("continuous_batching_config"))
         self.config._attn_implementation_internal = IMPLEMENTATION
         return super().init_continuous_batching(*arguments, **named)
 

@@ -53,7 +53,7 @@ class OwnAttention:
         return self.own_implementation
 
     def set_attn_implementation(self, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Accept transformers' word for attention from pages, which continuous batching sets, and those for its own.
+        """Accept the names of this model's attention, and the name that continuous batching sets.
 
         Raises:
             SpecError: another implementation, as when the model is made.

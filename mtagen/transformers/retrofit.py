@@ -60,10 +60,17 @@ def retrofit(
     """
     options = {name: value for name, value in locals().items() if name != "model"}  # only arguments are local so far
     kind = retrofitted_class(type(model))
-    if model.device.type == "meta" and any(hasattr(module, "_hf_hook") for module in model.modules()):
+    modules = [*model.modules()]
+    if any(x.is_meta for x in model.parameters()) and any(hasattr(module, "_hf_hook") for module in modules):
         rule = "its stages would not be on the device that computes"
         legal = "a model that is retrofitted first, and then offloaded"
         raise SpecError(explain("model", "offloaded weights", rule, legal))
+    if any(type(module).__module__.startswith("optimum.quanto") for module in modules):
+        rule, legal = (
+            "weights of optimum-quanto cannot be copied",
+            "a model that is retrofitted first, and then quantised",
+        )
+        raise SpecError(explain("model", "weights of optimum-quanto", rule, legal))
     ours = copy.deepcopy(model)
     ours.__class__ = kind
     config = ours.config  # all modules of the copy share it

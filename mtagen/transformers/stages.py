@@ -125,7 +125,13 @@ def prepare(model: Any, arguments: Sequence[Any], named: dict[str, Any]) -> tupl
     Raises:
         InputError: an argument does not fit, or asks for an unsupported feature.
     """
-    named = dict(zip(POSITIONAL, arguments, strict=False)) | named
+    if len(arguments) > len(POSITIONAL):
+        rule = "only these arguments may be passed by position"
+        raise InputError(explain("arguments", f"{len(arguments)} by position", rule, POSITIONAL))
+    by_position = dict(zip(POSITIONAL, arguments, strict=False))
+    if twice := sorted(by_position.keys() & named.keys()):
+        raise InputError(explain(twice[0], "by position and by name", "must be passed once", f"{twice[0]}=..."))
+    named = by_position | named
     tokens = named.get("input_ids") if named.get("inputs_embeds") is None else named["inputs_embeds"]
     if tokens is None:  # the model raises its own error
         return (), named

@@ -26,6 +26,18 @@ def test_bits(stages: dict[str, Any]) -> None:
     assert_alone_alike(op, given, num_splits=2)
 
 
+def test_no_keys() -> None:
+    """Calls whose requests may have no keys."""
+    op = mtagen.build((3, 4), 16, mixed_heads=2, backend="triton")
+    given = draw(op.plan.spec, [(0, 0), (0, 0)], 16, heads=2, kv_heads=1, dtype=torch.float32)
+    rows = torch.ones(2 * (op.plan.spec.context + 1), 2, 16)
+    none = {"q": rows, "cu_seq_q": None, "max_q": op.plan.spec.context + 1, "max_k": 0}
+    pages = {"k_pages": torch.ones(1, 16, 1, 16), "v_pages": torch.ones(1, 16, 1, 16)}
+    out, lse = op.paged(**given.arguments | none | pages, return_lse=True)
+    assert not out.any()
+    assert torch.equal(lse, torch.full((2, 2), -torch.inf))
+
+
 def test_steps_of_single_tokens() -> None:
     op = mtagen.build((3, 4), 16, backend="triton")
     requests = [(1, keys) for keys in (1, 17, 40)]

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
-from vllm import envs
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import (
@@ -24,12 +23,12 @@ from mtagen.nn.cache import EngineCache
 from mtagen.ops.attention import AttentionOp
 from mtagen.ops.pages import check_page_size
 from mtagen.serving import Rings, Step
+from mtagen.spec import MAX_NEW_TOKENS
 
 from . import BACKEND
 
-SPLITS = 8  # of a request's keys in a step that does not depend on other requests
 NULL_PAGE = 0  # vLLM gives it to no request
-PREFERRED_SIZE = 64  # tokens of a page; the ring of a smaller page is as large
+PREFERRED_SIZE = 64  # tokens of a page; a ring has the same size in a smaller page, and so a larger share
 
 
 class MtaBackend(AttentionBackend):
@@ -50,6 +49,10 @@ class MtaBackend(AttentionBackend):
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         return max(default_block_size, PREFERRED_SIZE)
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # equal numbers of new tokens are recognised on the CPU
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -127,15 +130,13 @@ class MtaImpl(AttentionImpl[MtaMetadata]):
         count, pages = requests.num_actual_tokens, kv_cache.transpose(1, 2)
         size = pages.shape[1]
         k_pages, v_pages = pages[..., : self.head_size], pages[..., self.head_size :]
-        slots = requests.slot_mapping[:count].clamp(min=NULL_PAGE)  # padding has -1
+        slots = requests.slot_mapping[:count].clamp(min=NULL_PAGE * size)  # padding has slot -1, and goes to that page
         page, place = slots // size, slots % size
         k_pages[page, place], v_pages[page, place] = key[:count], value[:count]
         rings = Rings.in_padding(self.op, self.num_heads, pages, spare=self.spare, unread=NULL_PAGE)
         step = attn_metadata.step_of(rings)
-        # Bits that do not depend on other requests need fixed splits, and the same most keys in every step.
-        fixed: dict[str, Any] = {"num_splits": SPLITS, "decode_threshold": 1} if envs.VLLM_BATCH_INVARIANT else {}
-        most = requests.block_table_tensor.shape[1] * size if fixed else requests.max_seq_len
-        alike = len(requests.seq_lens) * requests.max_query_len == count
+        counts = requests.query_start_loc_cpu.diff()
+        is_uniform = bool((counts == requests.max_query_len).all()) and int(counts.sum()) == count
         output[:count] = self.op.paged(
             rings.append(query[:count], step),
             k_pages,
@@ -143,11 +144,12 @@ class MtaImpl(AttentionImpl[MtaMetadata]):
             **self.weights(),
             scale=self.scale,
             block_table=requests.block_table_tensor,
-            cu_seq_q=None if alike else step.cu_seq_q,
+            cu_seq_q=None if is_uniform else step.cu_seq_q,
             lengths=requests.seq_lens,
             max_q=requests.max_query_len + rings.context,
-            max_k=most,
-            **fixed,
+            max_k=requests.max_seq_len,
+            # A token and its drafts: kernels of decode compute so many rows of each request beside chunks.
+            decode_threshold=min(1 + self.spare, MAX_NEW_TOKENS),
         )
         return output
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
@@ -16,6 +17,9 @@ def check_config(config: VllmConfig) -> None:
     Raises:
         InputError: an option is not supported.
     """
+    if envs.VLLM_BATCH_INVARIANT:
+        rule = "how a prompt is cut into chunks depends on other requests, and with it the kernels that compute it"
+        raise InputError(explain("VLLM_BATCH_INVARIANT", True, rule, "0"))
     kept, dtype = config.cache_config.cache_dtype, config.model_config.dtype
     if kv_cache_dtype_str_to_dtype(kept, config.model_config) != dtype:
         rule = f"keys and values must have the dtype of the model, {dtype}"

@@ -78,7 +78,7 @@ class MtaAttention(MultiTokenAttention):
             prefix=f"{prefix}.pages",
             attn_backend=MtaBackend,
             op=self.op,
-            weights=self._weights,
+            weights=self.stages,
             spare=spare_of(get_current_vllm_config()),
         )
 

@@ -48,8 +48,8 @@ class StripSequence:
     @property
     def constants(self) -> Mapping[str, int]:
         """The constants that the struct needs."""
-        if self.spec.page_size and self.struct == "PagedStep":
-            return {"PAGE_SIZE": self.spec.page_size}
+        if self.struct == "PagedStep":
+            return {"PAGE_SIZE": self.spec.page_size or 0}  # a struct of pages has a size
         if self.struct != "Packed":
             return {}
         return {"TILE": TILE, "CONTEXT": self.spec.context, "KEY_MULTIPLE": begin_multiple(self.spec)}
