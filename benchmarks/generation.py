@@ -55,7 +55,7 @@ def main(
     dim: Annotated[int, typer.Option(help="Elements of a token's vector; the default is a model of 1.1B.")] = 2048,
     layers: Annotated[int, typer.Option(help="Number of layers.")] = 16,
     batches: Annotated[
-        list[int] | None, typer.Option("--batch", help="Sequences; may be repeated; default 1 and 32.")
+        list[int] | None, typer.Option("--batch", help="Sequences; repeat for more; default 1, 32.")
     ] = None,
     prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 128,
     count: Annotated[int, typer.Option(help="New tokens.")] = 256,
