@@ -163,6 +163,10 @@ def _spec(
     dropout: Annotated[
         bool, typer.Option("--dropout/--no-dropout", help="Include dropout of attention probabilities.")
     ] = False,
+    page_size: Annotated[
+        int | None,
+        typer.Option(help="Plan for keys in pages of so many tokens: decode, or packed queries.", show_default="none"),
+    ] = None,
 ) -> Spec:
     options: dict[str, Any] = {**locals()}  # only the options are local so far
     named = [given.partition("=")[::2] for given in options.pop("parameter") or ()]
@@ -318,6 +322,9 @@ def check(
     from . import build
     from .check import check as run
 
+    if spec.page_size:
+        rule = "check calls ops on keys that lie one after another"
+        raise SpecError(explain("page_size", spec.page_size, rule, "no --page-size; op.paged is tested with it"))
     device = _present(device)
     if device == "cpu" and backend != "triton":  # Triton's interpreter may run kernels for any target
         target = target or "cpu"

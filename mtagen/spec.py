@@ -48,6 +48,7 @@ Role: TypeAlias = Literal[
     "boundaries",
     "lengths",
     "seed",
+    "pages",
 ]
 
 
@@ -59,7 +60,7 @@ class Argument(NamedTuple):
         role: what the op does with it: ``filters`` convolve, ``mixtures`` mix heads, ``sinks`` are
             logits without values, ``parameters`` are read by expressions, ``tables`` tell kernels
             which keys each query sees, ``boundaries`` say where packed documents begin, ``lengths``
-            how many keys of a cache are in use.
+            how many keys of a cache are in use, ``pages`` where keys lie.
         shape: its extents: numbers, and symbols such as ``B`` or ``H``, which are equal in all
             tensors of a call. ``H/4`` is a quarter of ``H``, and ``ceil(Nk/64)`` is rounded up.
         dtypes: the dtypes that it may have; ``q`` is that of the queries.
@@ -123,6 +124,7 @@ GAP_TABLES = (
     Argument("first_hidden_rows", "tables", ("B", "Nk"), ("int32",), False),
     Argument("end_hidden_rows", "tables", ("B", "Nk"), ("int32",), False),
 )
+BLOCK_TABLE = Argument("block_table", "pages", ("B", "width"), ("int32",), False)  # of the pages of each sequence
 LENGTHS = Argument("cache_seqlens", "lengths", ("B",), ("int32",), False)
 
 
@@ -344,14 +346,18 @@ class Spec:
     def arguments(self) -> tuple[Argument, ...]:
         """The tensors that a call takes, in its order."""
         given = (*(PACKED if self.packed else BATCH), *self.weight_arguments.values(), *self.learned_arguments)
-        others = (*BOUNDARIES,) * self.packed + (SEED,) * self.dropout
+        others = (*BOUNDARIES,) * self.packed + (SEED,) * self.dropout + self._table
         return self._with_head_dims(given + others)
 
     @cached_property
     def decode_arguments(self) -> tuple[Argument, ...]:
         """The tensors that a step of decoding takes, in its order."""
         learned = (argument._replace(differentiable=False) for argument in self.learned_arguments)
-        return self._with_head_dims((*STEP, *self.weight_arguments.values(), *learned, LENGTHS))
+        return self._with_head_dims((*STEP, *self.weight_arguments.values(), *learned, LENGTHS, *self._table))
+
+    @property
+    def _table(self) -> tuple[Argument, ...]:
+        return (BLOCK_TABLE,) if self.page_size else ()
 
     @cached_property
     def weight_arguments(self) -> dict[str, Argument]:

@@ -646,7 +646,7 @@ WRONG_VALUES = {
     "scores": NO_EXPRESSION,
     "convolved": NO_EXPRESSION,
     "logits": NO_EXPRESSION,
-    "visible": (*NO_EXPRESSION, "j % 2 == 0"),
+    "visible": NO_EXPRESSION,
     "parameters": (3, "slopes", [3], {"slopes": "h"}, {3: "h"}, {"s": "h"}, {"for": ""}, {"tanh": "h"}),
     "sink": (*NOT_A_BOOL, None),
     "backend": (*NOT_TEXT, None, "", "gpu"),
@@ -654,6 +654,7 @@ WRONG_VALUES = {
     "deterministic": NOT_A_BOOL,
     "packed": (*NOT_A_BOOL, None),
     "dropout": (*NOT_A_BOOL, None),
+    "page_size": (0, -16, 24, 1.5, "16", [16]),
     "tune": (*NOT_A_BOOL, None),
 }
 

@@ -27,7 +27,7 @@ def defaults(function: Callable[..., Any], **others: Any) -> dict[str, Any]:
 
 
 def test_constants() -> None:
-    assert set(DEFAULTS) - set(OPTIONS) == {"packed", "dropout"}
+    assert set(DEFAULTS) - set(OPTIONS) == {"packed", "dropout", "page_size"}
     assert set(RULES) == {"causal", "window", "key_padding", "mask", "scores", "convolved", "logits", "visible"}
     assert set(STAGES.values()) <= set(OPTIONS)
 

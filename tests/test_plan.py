@@ -147,7 +147,7 @@ def test_text_shows_what_was_decided() -> None:
     [
         ({"scores": "tanh(s)"}, "strip: scores changes scores before the convolution"),
         ({"mixed_heads": 2}, "strip: fused kernels have no stage but"),
-        ({"visible": "j // 8 <= i // 8", "causal": False}, "strip: visible is no window"),
+        ({"visible": "j // 8 <= i // 8", "causal": False}, ""),
         ({"logits": "tanh(s)"}, ""),
     ],
     ids=str,
@@ -159,6 +159,11 @@ def test_text_says_why_strips_are_taken(options: dict[str, Any], reason: str) ->
     assert lowering.startswith(reason)
     for place in {"scores", "logits"} & options.keys():
         assert rows["request", place] == options[place]
+
+
+def test_text_says_why_triton_takes_strips() -> None:
+    text = str(plan(Spec((6, 11), 64, causal=False, visible="j // 8 <= i // 8"), "sm_90a", "triton"))
+    assert "strip: visible is no window" in text
 
 
 def test_text_of_the_torch_backend_has_no_tiles() -> None:

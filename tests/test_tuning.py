@@ -266,6 +266,7 @@ def test_what_is_found_is_not_for_another_spec() -> None:
         "sink": True,
         "packed": True,
         "dropout": True,
+        "page_size": 16,
     }
     assert set(others) == {field.name for field in fields(Spec)}
     for name, value in others.items():

@@ -668,7 +668,7 @@ def entrants(
     prefixes = {"overhead": ("mtagen",), "memory": ("mtagen", "eager"), "data": ("mtagen",)}.get(suite, ("",))
     if names:
         return [present[name] for name in present if name in names]
-    only = {Unpacked: "data", Flex: "scores"}
+    only = {Unpacked: "data", Flex: "scores", Paged: "serving"}
     elsewhere = tuple(kind for kind, where in only.items() if where != suite)
     listed = [contender for contender in present.values() if contender.name.startswith(prefixes)]
     return [contender for contender in listed if not isinstance(contender, elsewhere)]

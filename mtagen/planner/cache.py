@@ -24,9 +24,9 @@ class Cache:
         return cls(spec.page_size)
 
     @property
-    def name(self) -> str:
-        """Name of the template, of each backend, that finds the rows of a sequence."""
-        return "cache_pages" if self.page_size else "cache_entries"
+    def template(self) -> str:
+        """The template, of each backend, that finds the rows of a sequence."""
+        return "cache_pages.j2" if self.page_size else "cache_entries.j2"
 
     @property
     def cuda_arguments(self) -> tuple[Argument, ...]:
