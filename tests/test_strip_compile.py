@@ -137,7 +137,7 @@ def test_heads_that_are_no_power_of_two(head_dim: int, dtype: str) -> None:
     assert_fits(used, "sm_90a", TEN_HEADS_STACK)
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_89"])
+@pytest.mark.parametrize("target", ["sm_80", pytest.param("sm_89", marks=pytest.mark.sweep)])
 def test_targets_without_tma(target: str) -> None:
     """Tiles are loaded by pointers, 16 bytes at a time, and those of loops over products asynchronously."""
     used = compiled(Spec(head_dim=128, **EVERYTHING), target)
