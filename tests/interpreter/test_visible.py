@@ -109,9 +109,16 @@ def test_batch_of_other_stages_with_gaps(stages: str, mask: str) -> None:
     assert not failures(SIZES[0], **STAGES[stages], **GAPS[mask])
 
 
-@pytest.mark.parametrize("mask", ["prefix", "chunks seen whole", "falling"])
-@pytest.mark.parametrize("stages", ["a mixture", "all stages", "after the softmax"])
-def test_batch_of_other_stages(mask: str, stages: str) -> None:
+@pytest.mark.parametrize(
+    ("stages", "mask"),
+    [
+        ("a mixture", "prefix"),
+        ("a mixture", "falling"),
+        ("all stages", "chunks seen whole"),
+        ("after the softmax", "falling"),
+    ],
+)
+def test_batch_of_other_stages(stages: str, mask: str) -> None:
     assert not failures(SIZES[0], SIZES[2], **STAGES[stages], **MASKS[mask])
 
 
