@@ -120,11 +120,17 @@ def test_no_requests() -> None:
     none = {"block_table": torch.zeros(0, 1, dtype=torch.int32), "lengths": torch.zeros(0, dtype=torch.int32)}
     nothing = none | {"q": given.arguments["q"][:0], "cu_seq_q": torch.zeros(1, dtype=torch.int32)}
     assert called(op, given, **nothing, max_q=0, max_k=0).shape == (0, 4, 16)
+    padding = nothing | {"q": torch.full((3, 4, 16), torch.nan, dtype=torch.float64)}
+    assert not called(op, given, **padding, max_q=0, max_k=0).any()
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "size": ({"k_pages": torch.zeros(9, 3, 2, 16), "v_pages": torch.zeros(9, 3, 2, 16)}, "page size: got 3; must be"),
     "axes": ({"k_pages": torch.zeros(9, 2, 16)}, "k_pages.shape: got (9, 2, 16); must have four axes"),
+    "no pages": (
+        {"k_pages": torch.zeros(0, 16, 2, 16), "v_pages": torch.zeros(0, 16, 2, 16)},
+        "k_pages.shape: got (0, 16, 2, 16); must have a page",
+    ),
     "different pages": ({"v_pages": torch.zeros(8, 16, 2, 16)}, "must have the same pages"),
     "dtype of lengths": ({"lengths": torch.ones(2, dtype=torch.int64)}, "lengths: got ((2,), torch.int64"),
     "table of another batch": ({"block_table": torch.zeros(3, 2, dtype=torch.int32)}, "block_table: got ((3, 2)"),

@@ -24,7 +24,7 @@ MUTANTS = (
     Mutant(
         "decode-launched-on-an-empty-cache",
         "mtagen/ops/executor.py",
-        "if q_tail.numel() == 0 or k_cache.numel() == 0:",
+        "if q_tail.numel() == 0 or k_cache.numel() == 0 or step.capacity == 0:",
         "if q_tail.numel() == 0:",
         "Kernels are launched with nothing to read.",
         ("tests/test_executor.py",),
