@@ -165,7 +165,7 @@ def _spec(
     ] = False,
     page_size: Annotated[
         int | None,
-        typer.Option(help="Plan for keys in pages of so many tokens: decode, or packed queries.", show_default="none"),
+        typer.Option(help="Tokens of a page, to plan decode steps or packed chunks on pages.", show_default="none"),
     ] = None,
 ) -> Spec:
     options: dict[str, Any] = {**locals()}  # only the options are local so far
@@ -434,7 +434,7 @@ def bench(
         where,
         command=shlex.join(["mtagen", "bench", f"--suite={suite}", *options]),
         jobs=jobs or min(8, os.cpu_count() or 1),
-        launches=suite in ("overhead", "serving"),
+        launches=suite == "overhead" or (suite == "serving" and where.type == "cuda"),
         patience=patience,
     )
     report.print_run(made)

@@ -673,6 +673,32 @@ def test_data_suite_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
+def test_serving_suite_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are checked against whole caches before they are timed."""
+    monkeypatch.setattr(contenders, "_CHECKED_LENGTH", 40)
+    cases = suite("serving", "cpu", kernels=[(3, 4)], head_dims=[16], lengths=[160])
+    made = measured(cases, *entrants("serving", CPU, ["mtagen torch", "mtagen torch paged"]))
+    assert [row["contender"] for row in made["results"] if "page_size" in row] == ["mtagen torch paged"] * 7
+    assert len(made["results"]) == len(cases) == 9
+    assert all(row["error"] <= row["allowed"] and row["ms"] > 0 for row in made["results"])
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_pages_in_a_wrong_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contenders, "_CHECKED_LENGTH", 40)
+    (paged,) = entrants("serving", CPU, ["mtagen torch paged"])
+    original = paged.arguments
+    monkeypatch.setattr(
+        paged, "arguments", lambda *given: [x.roll(1, 0) if x.ndim == 4 else x for x in original(*given)]
+    )
+    case = next(
+        one for one in suite("serving", "cpu", kernels=[(3, 4)], head_dims=[16], lengths=[160]) if one.spec.page_size
+    )
+    with pytest.raises(AssertionError, match="not close"):
+        paged.check(case)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_scores_suite_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contenders, "_CHECKED_LENGTH", 40)
     cases = suite("scores", "cpu", head_dims=[16], lengths=[32])
