@@ -1,8 +1,8 @@
 """The option ``visible``: conditions on keys, read as the first and the last key that a query sees.
 
 A condition that a run of keys meets, without gaps, is a pair of bounds. Kernels take both for each
-query from memory. Of another condition the bounds may contain hidden keys, and kernels check each
-pair of them.
+query from memory. Bounds of any other condition may contain hidden keys, so kernels check each pair
+of a query and a key inside them.
 """
 
 from __future__ import annotations

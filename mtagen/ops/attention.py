@@ -655,12 +655,15 @@ def assemble(
 
     Raises:
         BackendError: the plan's backend cannot be used here.
+        InputError: kernels cannot read pages of this size.
         PlanError: kernels for packed documents or dropout were asked for, and no backend has them.
     """
     spec, interpreted, generated = planned.spec, Config.from_env().triton_interpret, planned.backend != "torch"
     if interpreted and spec.dtype == "bf16" and planned.triton:
         rule = "Triton's interpreter computes bf16 wrongly"
         raise BackendError(explain("dtype", "bf16", rule, "fp32 or fp16, or a GPU"))
+    if page_size:
+        check_page_size(page_size, "cuda" if generated and not interpreted else "cpu")
     backend = planned.backend if planned.backend in BACKENDS else "auto"
     variants = _Variants(spec, plan_like or partial(plan, target=planned.target, backend=backend))
     sources = render(planned)
@@ -675,8 +678,6 @@ def assemble(
     for variant in product((False, True)[: packed + 1], (False, True)[: dropout + 1]):
         if generated and any(variant):
             variants(*variant, None)
-    if page_size:
-        check_page_size(page_size, "cuda" if generated and not interpreted else "cpu")
     for chunks in (False, True) if generated and page_size else ():
         variants(chunks, False, page_size)
     key = f"{plan_key(planned, sources)}-torch_on_cpu{torch_on_cpu:d}-deterministic{deterministic}"

@@ -149,11 +149,11 @@ def check_threshold(given: int) -> None:
     """Check the most new queries of a request that kernels of decode steps compute.
 
     Raises:
-        InputError: these kernels cannot compute so many.
+        InputError: it is no number of new queries that one decode step can have.
     """
     threshold = as_int(given)
     if threshold is None or not 1 <= threshold <= MAX_NEW_TOKENS:
-        rule = "kernels of decode compute 1 to 8 new queries of a request"
+        rule = "kernels of decode compute a few new queries of a request only"
         raise InputError(explain("decode_threshold", given, rule, f"1..{MAX_NEW_TOKENS}"))
 
 

@@ -28,10 +28,11 @@ class Cache:
         """The template, of each backend, that finds the rows of a sequence."""
         return "cache_pages.j2" if self.page_size else "cache_entries.j2"
 
-    @property
-    def cuda_arguments(self) -> tuple[Argument, ...]:
-        """The arguments of CUDA kernels that say where rows lie, besides the strides."""
-        return (*reads("int", "block_table", restrict=False), *numbers("int", "table_width")) if self.page_size else ()
+    def cuda_arguments(self, *, restrict: bool = False) -> tuple[Argument, ...]:
+        """Return the arguments of CUDA kernels that say where rows lie, besides the strides."""
+        if self.page_size is None:
+            return ()
+        return (*reads("int", "block_table", restrict=restrict), *numbers("int", "table_width"))
 
     @property
     def triton_arguments(self) -> tuple[Argument, ...]:

@@ -148,7 +148,7 @@ class MtaImpl(AttentionImpl[MtaMetadata]):
             lengths=requests.seq_lens,
             max_q=requests.max_query_len + rings.context,
             max_k=requests.max_seq_len,
-            # A token and its drafts: kernels of decode compute so many rows of each request beside chunks.
+            # A token and its drafts. A larger number would make mixed steps slower.
             decode_threshold=min(1 + self.spare, MAX_NEW_TOKENS),
         )
         return output

@@ -1,4 +1,4 @@
-"""What the plugin refuses before it makes a model."""
+"""Checks of vLLM's configuration, before a model is made."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class StripSequence:
 
 def cache_arguments(spec: Spec) -> tuple[Argument, ...]:
     """Return the arguments of CUDA kernels that read the cache of a decode step: which keys, and where they lie."""
-    return (*step_keys(spec, "int"), *Cache.of(spec).cuda_arguments)
+    return (*step_keys(spec, "int"), *Cache.of(spec).cuda_arguments())
 
 
 def step_keys(spec: Spec, type: str = "int32") -> tuple[Argument, ...]:

@@ -295,7 +295,7 @@ class TileDecode(TilePass):
             *parameters(self.spec, restrict=False),
             *(replace(table, restrict=False) for table in self.tables),
             *reads("int", "seqlens", restrict=False, optional=True),
-            *self.cache.cuda_arguments,
+            *self.cache.cuda_arguments(),
             *writes("Element", "out", restrict=False),
             *writes("float", "lse", "partial", "partial_lse", restrict=False),  # the same memory if there is one split
             *strides("q", "k", "v"),

@@ -11,6 +11,7 @@ import sympy
 from sympy import Expr, Integer, ceiling, floor
 
 from ...spec import Spec
+from ..cache import Cache
 from ..geometry.affine import N_K, N_Q, Size
 from ..geometry.score import ScoreStage
 from ..kernel import Argument, numbers, reads, strides
@@ -113,7 +114,7 @@ class Layout:
         """The arguments for the boundaries of documents, the schedule of their blocks, and their pages."""
         if not self.packed:
             return ()
-        pages = (*reads("int", "block_table"), *numbers("int", "table_width")) if self.page_size else ()
+        pages = Cache(self.page_size).cuda_arguments(restrict=True)
         return (*reads("int", "tiles", "cu_seq_q", "cu_seq_k"), *pages)
 
     @property
