@@ -33,8 +33,8 @@ LEAST_FIRST, MOST_FIRST, LEAST_LAST, MOST_LAST = sympy.symbols(
     "least_first most_first least_last most_last", integer=True
 )
 FIRST_ROW, END_ROW = sympy.symbols("first_row end_row", integer=True, nonnegative=True)
-# Masks may have a gap between two runs of keys. These are the extremes of the gaps of a block of rows, and the first row
-# and the end of the rows whose gaps hold all keys of a block.
+# Masks may have a gap between two runs of keys. These are the extremes of the gaps of a block of rows, the first row
+# whose gap holds all keys of a block, and the end of those rows.
 MOST_FIRST_HIDDEN, LEAST_LAST_HIDDEN = sympy.symbols("most_first_hidden least_last_hidden", integer=True)
 FIRST_HIDDEN_ROW, END_HIDDEN_ROW = sympy.symbols("first_hidden_row end_hidden_row", integer=True, nonnegative=True)
 
