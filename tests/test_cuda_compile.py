@@ -45,7 +45,7 @@ HOPPER_ONLY = [
 CASES = [
     *(("forward", target, spec) for target in ("sm_80", "sm_90a") for spec in FORWARD),
     *(("forward", "sm_90a", spec) for spec in HOPPER_ONLY),
-    *(("forward", "sm_89", spec) for spec in FORWARD[1:3]),
+    *(pytest.param("forward", "sm_89", spec, marks=pytest.mark.sweep) for spec in FORWARD[1:3]),
     *(("backward", "sm_90a", spec) for spec in (Spec((6, 11), 64), Spec((6, 11), 128), Spec((9, 2), 80))),
     *(("backward", "sm_90a", spec) for spec in (Spec((6, 11), 48), Spec((16, 17), 64))),  # one warpgroup makes dQ
     *(("backward", target, Spec((6, 11), 64, causal=False)) for target in ("sm_80", "sm_90a")),
@@ -54,7 +54,8 @@ CASES = [
     *(("backward", target, Spec((1, 1), d)) for target in ("sm_80", "sm_90a") for d in (64, 128)),
     *(("backward", "sm_89", spec) for spec in (Spec((6, 11), 128, dtype="fp16"), Spec((9, 2), 80))),
     *(("decode", target, Spec((6, 11), 128)) for target in ("sm_80", "sm_89", "sm_90a")),
-    *((name, "sm_120", Spec((6, 11), d)) for name in PASSES for d in (64, 128)),
+    *((name, "sm_120", Spec((6, 11), 128)) for name in PASSES),
+    *(pytest.param(name, "sm_120", Spec((6, 11), 64), marks=pytest.mark.sweep) for name in PASSES),
     *(pytest.param(name, "sm_86", Spec((6, 11), d), marks=pytest.mark.sweep) for name in PASSES for d in (64, 128)),
     *((name, target, Spec((6, 11), 128, window=(1024, -1))) for target in ("sm_80", "sm_90a") for name in PASSES),
     ("forward", "sm_90a", Spec((6, 11), 128, causal=False, window=(300, 40))),
@@ -118,7 +119,7 @@ def test_splits_of_the_keys_compile(target: str, spec: Spec, log: Callable[[], s
     "spec",
     [
         Spec((13, 5), 128),
-        Spec((16, 17), 128),
+        pytest.param(Spec((16, 17), 128), marks=pytest.mark.sweep),
         Spec((11, 11), 128, dropout=True),
         Spec((7, 7), 64),
         Spec((6, 11), 128, window=(100, -1)),

@@ -17,13 +17,19 @@ from mtagen.runtime.loaded import without_launches
 from mtagen.runtime.offline import Usage, compile_offline
 from mtagen.spec import Spec
 
-HOPPER = [((6, 11), 64), ((6, 11), 128), ((1, 1), 128), ((5, 2), 64)]
+HOPPER = [
+    ((6, 11), 64),
+    ((6, 11), 128),
+    *(pytest.param(kernel, head_dim, marks=pytest.mark.sweep) for kernel, head_dim in (((1, 1), 128), ((5, 2), 64))),
+]
 OTHERS = [
-    *((target, (6, 11), 64) for target in ("sm_80", "sm_120", "gfx942")),
-    ("sm_86", (5, 2), 64),
+    *((target, (6, 11), 64) for target in ("sm_80", "gfx942")),
+    pytest.param("sm_120", (6, 11), 64, marks=pytest.mark.sweep),
+    pytest.param("sm_86", (5, 2), 64, marks=pytest.mark.sweep),
 ]
 BY_POINTERS = [  # targets without TMA
-    *(("sm_80", kernel, head_dim) for kernel, head_dim in (((6, 11), 64), ((6, 11), 128), ((1, 1), 128))),
+    *(("sm_80", kernel, head_dim) for kernel, head_dim in (((6, 11), 64), ((6, 11), 128))),
+    pytest.param("sm_80", (1, 1), 128, marks=pytest.mark.sweep),
     *(
         pytest.param("sm_89", kernel, head_dim, marks=pytest.mark.sweep)  # the machine code of sm_80, but for limits
         for kernel, head_dim in (((3, 3), 64), ((3, 3), 128), ((1, 1), 64))

@@ -33,9 +33,10 @@ TEN_HEADS_STACK = {"softmax_backward": 240}
 FUNCTIONS_STACK = {"softmax_backward": 16}
 PARAMETERS_STACK = {"softmax": 64, "softmax_backward": 48}
 CUDA_STACK = 96  # of CUDA's kernels, whatever their role
-WHOLE = ("sm_80", "sm_89", "sm_90a")  # targets on which all stages are compiled; on others the mixtures alone
+WHOLE = ("sm_80", "sm_90a")  # targets on which all stages are compiled; on others the mixtures alone
 CUDA_CASES: list[Any] = [
     *((name, EVERYTHING if name in WHOLE else MIXED) for name, target in TARGETS.items() if "mma" in target.matrix),
+    pytest.param("sm_89", EVERYTHING, marks=pytest.mark.sweep),  # the machine code of sm_80
     pytest.param("sm_90a", EVERYTHING | {"causal": False, "dtype": "fp16"}, marks=pytest.mark.sweep),
     ("sm_90a", MIXED),
     ("sm_90a", TEN_HEADS | {"dtype": "fp16"}),
@@ -123,7 +124,7 @@ def test_hopper_in_a_window() -> None:
     assert_fits(compiled(Spec(head_dim=64, window=(1023, -1), **EVERYTHING), "sm_90a"), "sm_90a", HOPPER_STACK)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.sweep), True])
 def test_hopper_with_a_mask_in_tables(packed: bool) -> None:
     mask = {"causal": False, "visible": "j < lengths[b]", "parameters": {"lengths": "b"}}
     parts = ("strip_scores", "_convolution_", "softmax", "post_mix")  # the kernels that read tables
@@ -169,7 +170,7 @@ def test_shared_memory_of_large_kernels_in_decode(spec: Spec) -> None:
         assert usage.shared <= get_target("sm_90a").shared_per_block, role
 
 
-@pytest.mark.parametrize("target", ["sm_89", "sm_120"])
+@pytest.mark.parametrize("target", ["sm_89", pytest.param("sm_120", marks=pytest.mark.sweep)])
 def test_100_kb_are_enough_for_convolutions_in_fp32(target: str) -> None:
     used = compiled(Spec(head_dim=64, **CONVOLVED, dtype="fp32"), target, "convolution")
     assert len(used) == 8
