@@ -197,7 +197,7 @@ class Recorder(Call):
         self.others: dict[str, int] = {}
         self.results: list[tuple[Sequence[int], torch.dtype]] = []
         self.steps: list[tuple[Any, ...]] = []
-        self.tensors = [x if x is None else self._argument(number, x) for number, x in enumerate(tensors)]
+        self.tensors: list[Any] = [x if x is None else self._argument(number, x) for number, x in enumerate(tensors)]
 
     def result(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         x = self._memory(shape, dtype)
@@ -248,13 +248,16 @@ class Recipe:
     """
 
     def __init__(self, notes: Recorder, returned: Sequence[torch.Tensor]) -> None:
-        self._results = notes.results
-        self._bytes, starts = 0, {}
+        like = notes.tensors[0]
+        # PyTorch takes longer to read a tuple of extents, and a dtype.
+        self._results = [(x, {} if dtype == like.dtype else {"dtype": dtype}) for x, dtype in notes.results]
+        starts, end = {}, 0
         for name, size in (notes.zeroed | notes.others).items():
-            starts[name] = self._bytes
-            self._bytes += _rounded(size)
-        self._zeroed = sum(map(_rounded, notes.zeroed.values()))
-        self._dtypes: list[torch.dtype] = []  # of views of the workspace, which are tensors of the call, too
+            starts[name] = end
+            end += _rounded(size)
+        self._elements = end // like.itemsize
+        self._zeroed = sum(map(_rounded, notes.zeroed.values())) // like.itemsize
+        self._dtypes: list[torch.dtype] = []  # of other views of the workspace, which are tensors of the call, too
         self._pointers: dict[tuple[int, int], int] = {}  # the number of each, by tensor and bytes from its begin
         workspace = len(notes.tensors)
 
@@ -263,10 +266,13 @@ class Recipe:
             if _storage(x) in notes.bases:
                 base, whole = notes.bases[_storage(x)]
                 return Whole(base) if view == (whole.shape, whole.stride(), 0) else Place(base, *view)
-            if x.dtype not in self._dtypes:
-                self._dtypes.append(x.dtype)
             start = starts[notes.regions[_storage(x)]] // x.itemsize
-            return Place(workspace + 1 + len(notes.results) + self._dtypes.index(x.dtype), *view[:2], start + view[2])
+            base = workspace
+            if x.dtype != like.dtype:
+                if x.dtype not in self._dtypes:
+                    self._dtypes.append(x.dtype)
+                base += 1 + len(notes.results) + self._dtypes.index(x.dtype)
+            return Place(base, *view[:2], start + view[2])
 
         def pointer(x: torch.Tensor) -> int:
             base, _ = notes.bases.get(_storage(x), (workspace, None))
@@ -302,8 +308,8 @@ class Recipe:
             what the call returns.
         """
         like = tensors[0]
-        results = [like.new_empty(shape, dtype=dtype) for shape, dtype in self._results]
-        workspace = like.new_empty(self._bytes, dtype=torch.uint8)
+        results = [like.new_empty(*shape, **options) for shape, options in self._results]
+        workspace = like.new_empty(self._elements)
         if self._zeroed:
             workspace[: self._zeroed].zero_()
         bases = [*tensors, workspace, *results, *(workspace.view(dtype) for dtype in self._dtypes)]
