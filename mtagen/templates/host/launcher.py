@@ -64,7 +64,7 @@ class Kernel:
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         with self._lock:
             self._pack_into(self._values, 0, *arguments)
-            self._launch(stream, (*grid, 1, 1)[:3], self._parameters)
+            self._launch(stream, grid, (*grid, 1, 1)[:3], self._parameters)
 
     def bound(self, grid: Sequence[int], addresses: Sequence[int]) -> Callable[..., None]:
         """Return a launch whose arguments lie at these addresses whenever it is called, with the stream."""
@@ -72,23 +72,23 @@ class Kernel:
         parameters, blocks = ctypes.addressof(pointers), (*grid, 1, 1)[:3]
 
         def launch(stream: int, *_: Any, keeps: Any = pointers) -> None:
-            self._launch(stream, blocks, parameters)
+            self._launch(stream, grid, blocks, parameters)
 
         return launch
 
-    def _launch(self, stream: int, blocks: tuple[int, ...], parameters: int) -> None:
-        status = self._status(stream, blocks, parameters)
-        if status:
-            if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the thread has not used the driver before
-                driver.cuCtxSetCurrent(self._context)
-                status = self._status(stream, blocks, parameters)
-            checked((status,), f"the launch of {self.name}, grid {blocks},")
-
-    def _status(self, stream: int, blocks: tuple[int, ...], parameters: int) -> driver.CUresult:
+    def _launch(
+        self, stream: int, grid: Sequence[int], blocks: tuple[int, ...], parameters: int, is_first: bool = True
+    ) -> None:
         (status,) = driver.cuLaunchKernel(
             self._function, *blocks, self._threads, 1, 1, self._shared, stream, parameters, 0
         )
-        return status
+        if not status:
+            return
+        if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT and is_first:  # the thread's first use of the driver
+            driver.cuCtxSetCurrent(self._context)
+            self._launch(stream, grid, blocks, parameters, is_first=False)
+        else:
+            checked((status,), f"the launch of {self.name}, grid {grid},")
 
 
 def load_kernels(cubin: bytes, kernels: Mapping[str, tuple[str, int, int, str]], index: int) -> dict[str, Kernel]:

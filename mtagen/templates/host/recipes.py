@@ -45,7 +45,7 @@ class Call:
             kernel(grid, *(x.data_ptr() if isinstance(x, torch.Tensor) else x or 0 for x in arguments))
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a function that writes to some of these tensors."""
+        """Call a function of tensors and then of other values, which writes to some of the tensors."""
         function(*arguments)
 
     def reshaped(self, name: str, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -162,14 +162,15 @@ class TritonLaunch:
 
 
 class FunctionCall(NamedTuple):
-    """A call of a function, with tensors at places."""
+    """A call of a function that takes tensors, then other values."""
 
     function: Callable[..., Any]
-    arguments: Sequence[Any]
+    places: Sequence[Whole | Place]
+    values: Sequence[Any]
 
     def __call__(self, stream: int, bases: Sequence[Any], addresses: Sequence[int]) -> None:
         """Call it with the call's tensors."""
-        self.function(*(x.of(bases) if isinstance(x, (Whole, Place)) else x for x in self.arguments))
+        self.function(*[x.of(bases) for x in self.places], *self.values)
 
 
 class Recorder(Call):
@@ -282,7 +283,8 @@ class Recipe:
 
         def step(kernel: Any, *noted: Any) -> Any:
             if len(noted) == 1:
-                return FunctionCall(kernel, [place(x) if isinstance(x, torch.Tensor) else x for x in noted[0]])
+                tensors = [x for x in noted[0] if isinstance(x, torch.Tensor)]
+                return FunctionCall(kernel, [place(x) for x in tensors], noted[0][len(tensors) :])
             grid, arguments, options = noted
             if not options:
                 values = [Pointer(pointer(x)) if isinstance(x, torch.Tensor) else x for x in arguments]
