@@ -859,6 +859,7 @@ class Recipes:
             while len(kept) > self.MOST:
                 del kept[next(iter(kept))]  # the oldest
 
+
 RECIPES: Recipes = Recipes()
 
 
@@ -1122,7 +1123,8 @@ def _forward(
         valid = max(0, skip - 0)
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         call.launch(
-            mta_strip_scores_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a, grid,
+            mta_strip_scores_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a,
+            grid,
             _tiles(q, 128, 64), _tiles(k_seen, 128, 64), _tiles(scores, 128, 128),
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
             num_warps=8, num_stages=3, enable_fp_fusion=True,
@@ -1130,7 +1132,8 @@ def _forward(
         shares = scores.view(q.dtype)
         grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * count,)
         call.launch(
-            mta_strip_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a, grid,
+            mta_strip_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a,
+            grid,
             scores, lse, shares, head_weight, post_head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
             num_warps=4, num_stages=3, enable_fp_fusion=True,
@@ -1214,7 +1217,8 @@ def _backward(
         grad_shares = grad_shares.view(q.dtype)
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         call.launch(
-            mta_strip_scores_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a, grid,
+            mta_strip_scores_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a,
+            grid,
             _tiles(q, 128, 64), _tiles(k_seen, 128, 64), _tiles(scores, 128, 128),
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
             num_warps=8, num_stages=3, enable_fp_fusion=True,
@@ -1231,7 +1235,8 @@ def _backward(
         dx = scores.view(q.dtype)
         grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * min(512, count),)
         call.launch(
-            mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a, grid,
+            mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a,
+            grid,
             scores, grad_shares, lse, grad_lse, dx, shares, head_weight, post_head_weight, mix_partial,
             post_mix_partial,
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
@@ -1321,7 +1326,8 @@ def _decode(
         )
         grid = (triton.cdiv(count, 16) * triton.cdiv(keys, 512) * slots,)
         call.launch(
-            mta_strip_decode_scores_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a, grid,
+            mta_strip_decode_scores_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a,
+            grid,
             _tiles(q, 16, 64), _tiles(k, 128, 64), _tiles(scores, 16, 128), seqlens,
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
             num_warps=4, num_stages=4, enable_fp_fusion=True,
@@ -1329,7 +1335,8 @@ def _decode(
         shares = scores.view(q.dtype)
         grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * count,)
         call.launch(
-            mta_strip_decode_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a, grid,
+            mta_strip_decode_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a,
+            grid,
             scores, lse, shares, head_weight, post_head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
             seqlens,
@@ -1337,7 +1344,8 @@ def _decode(
         )
         grid = (triton.cdiv(group * n_new, 16) * (b1 - b0) * kv_heads * splits,)
         call.launch(
-            mta_strip_decode_values_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a, grid,
+            mta_strip_decode_values_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a,
+            grid,
             shares, v, *v.stride()[:3], seqlens, partial,
             count, keys, pitch, n_heads, group, b0, n_new, batch, split,
             num_warps=4, num_stages=3, enable_fp_fusion=True,

@@ -772,6 +772,7 @@ class Recipes:
             while len(kept) > self.MOST:
                 del kept[next(iter(kept))]  # the oldest
 
+
 RECIPES: Recipes = Recipes()
 
 

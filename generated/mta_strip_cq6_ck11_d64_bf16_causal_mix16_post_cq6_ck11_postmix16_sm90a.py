@@ -1487,6 +1487,7 @@ class Recipes:
             while len(kept) > self.MOST:
                 del kept[next(iter(kept))]  # the oldest
 
+
 RECIPES: Recipes = Recipes()
 
 
@@ -1750,14 +1751,16 @@ def _forward(
         valid = max(0, skip - 5)
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         call.launch(
-            mta_strip_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a, grid,
+            mta_strip_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
             _tiles(q, 128, 64), _tiles(k_seen, 128, 64), _tiles(scores, 128, 128),
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
             num_warps=8, num_stages=3, enable_fp_fusion=True,
         )
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         call.launch(
-            mta_strip_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a, grid,
+            mta_strip_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
             _tiles(scores[:, :, :keys], 128, 64), weight, convolved,
             count, keys, off, first, skip, pitch, n_heads,
             num_warps=8, num_stages=1, enable_fp_fusion=True,
@@ -1765,7 +1768,8 @@ def _forward(
         shares = convolved.view(torch.float16)
         grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * count,)
         call.launch(
-            mta_strip_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a, grid,
+            mta_strip_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
             convolved, lse, shares, head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
             num_warps=4, num_stages=3, enable_fp_fusion=True,
@@ -1773,7 +1777,8 @@ def _forward(
         unmixed, shares = shares, convolved_shares
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         call.launch(
-            mta_strip_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a, grid,
+            mta_strip_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
             _tiles(unmixed[:, :, :keys], 128, 64), post_weight, shares,
             count, keys, off, first, skip, pitch, n_heads,
             num_warps=8, num_stages=1, enable_fp_fusion=True,
@@ -1781,7 +1786,8 @@ def _forward(
         unmixed, shares = shares, shares.view(q.dtype)
         grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * count,)
         call.launch(
-            mta_strip_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a, grid,
+            mta_strip_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
             unmixed, shares, post_head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0,
             num_warps=4, num_stages=3, enable_fp_fusion=True,
@@ -1871,14 +1877,16 @@ def _backward(
         grad_shares = grad_shares.view(q.dtype)
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         call.launch(
-            mta_strip_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a, grid,
+            mta_strip_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
             _tiles(q, 128, 64), _tiles(k_seen, 128, 64), _tiles(scores, 128, 128),
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
             num_warps=8, num_stages=3, enable_fp_fusion=True,
         )
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         call.launch(
-            mta_strip_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a, grid,
+            mta_strip_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
             _tiles(scores[:, :, :keys], 128, 64), weight, convolved,
             count, keys, off, first, skip, pitch, n_heads,
             num_warps=8, num_stages=1, enable_fp_fusion=True,
@@ -1893,7 +1901,8 @@ def _backward(
         )
         grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * count,)
         call.launch(
-            mta_strip_probabilities_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a, grid,
+            mta_strip_probabilities_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
             convolved, lse, probabilities, head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
             num_warps=4, num_stages=3, enable_fp_fusion=True,
@@ -1901,7 +1910,8 @@ def _backward(
         unmixed = shares
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         call.launch(
-            mta_strip_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a, grid,
+            mta_strip_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
             _tiles(probabilities[:, :, :keys], 128, 64), post_weight, unmixed,
             count, keys, off, first, skip, pitch, n_heads,
             num_warps=8, num_stages=1, enable_fp_fusion=True,
@@ -1909,7 +1919,8 @@ def _backward(
         shares = shares.view(q.dtype)
         grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * min(512, count),)
         call.launch(
-            mta_strip_post_mix_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a, grid,
+            mta_strip_post_mix_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
             unmixed, grad_shares, shares, post_head_weight, post_mix_partial,
             count, keys, off, first, skip, pitch, n_heads, b0,
             num_warps=4, num_stages=3, enable_fp_fusion=True,
@@ -1923,7 +1934,8 @@ def _backward(
         )
         grid = (triton.cdiv(keys, 2048) * 6 * slots,)
         call.launch(
-            mta_strip_post_convolution_gradient_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a, grid,
+            mta_strip_post_convolution_gradient_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
             _tiles(probabilities[:, :, :keys], 64, 128), _tiles(grad_shares[:, :, :keys], 64, 64),
             post_convolution_partial,
             count, keys, off, first, skip, pitch, n_heads, b0, all_chunks,
@@ -1932,7 +1944,8 @@ def _backward(
         grad_probabilities = shares
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         call.launch(
-            mta_strip_post_convolution_adjoint_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a, grid,
+            mta_strip_post_convolution_adjoint_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
             _tiles(grad_shares[:, :, :keys], 128, 64), post_weight, grad_probabilities,
             count, keys, off, first, skip, pitch, n_heads,
             num_warps=8, num_stages=1, enable_fp_fusion=True,
@@ -1940,14 +1953,16 @@ def _backward(
         dx = convolved.view(q.dtype)
         grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * min(512, count),)
         call.launch(
-            mta_strip_softmax_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a, grid,
+            mta_strip_softmax_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
             convolved, grad_probabilities, lse, grad_lse, dx, head_weight, mix_partial,
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
             num_warps=4, num_stages=3, enable_fp_fusion=True,
         )
         grid = (triton.cdiv(keys, 2048) * 6 * slots,)
         call.launch(
-            mta_strip_convolution_gradient_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a, grid,
+            mta_strip_convolution_gradient_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
             _tiles(scores[:, :, :keys], 64, 128), _tiles(dx[:, :, :keys], 64, 64), convolution_partial,
             count, keys, off, first, skip, pitch, n_heads, b0, all_chunks,
             num_warps=4, num_stages=3, enable_fp_fusion=True,
@@ -1955,7 +1970,8 @@ def _backward(
         ds = scores.view(q.dtype)
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         call.launch(
-            mta_strip_convolution_adjoint_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a, grid,
+            mta_strip_convolution_adjoint_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
             _tiles(dx[:, :, :keys], 128, 64), weight, ds,
             count, keys, off, first, skip, pitch, n_heads,
             num_warps=8, num_stages=1, enable_fp_fusion=True,
@@ -2039,14 +2055,16 @@ def _decode(
         )
         grid = (triton.cdiv(count, 32) * triton.cdiv(keys, 512) * slots,)
         call.launch(
-            mta_strip_decode_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a, grid,
+            mta_strip_decode_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
             _tiles(q, 32, 64), _tiles(k, 128, 64), _tiles(scores, 32, 128), seqlens,
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
             num_warps=4, num_stages=4, enable_fp_fusion=True,
         )
         grid = (triton.cdiv(count, 32) * triton.cdiv(keys, 512) * slots,)
         call.launch(
-            mta_strip_decode_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a, grid,
+            mta_strip_decode_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
             _tiles(scores[:, :, :keys], 32, 64), weight, convolved, seqlens,
             b0, count, keys, off, first, skip, pitch, n_heads,
             num_warps=4, num_stages=1, enable_fp_fusion=True,
@@ -2054,7 +2072,8 @@ def _decode(
         shares = convolved.view(torch.float16)
         grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * count,)
         call.launch(
-            mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a, grid,
+            mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
             convolved, lse, shares, head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
             seqlens,
@@ -2063,7 +2082,8 @@ def _decode(
         unmixed, shares = shares, convolved_shares
         grid = (triton.cdiv(count, 32) * triton.cdiv(keys, 512) * slots,)
         call.launch(
-            mta_strip_decode_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a, grid,
+            mta_strip_decode_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
             _tiles(unmixed[:, :, :keys], 32, 64), post_weight, shares, seqlens,
             b0, count, keys, off, first, skip, pitch, n_heads,
             num_warps=4, num_stages=1, enable_fp_fusion=True,
@@ -2071,7 +2091,8 @@ def _decode(
         unmixed, shares = shares, shares.view(q.dtype)
         grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * count,)
         call.launch(
-            mta_strip_decode_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a, grid,
+            mta_strip_decode_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
             unmixed, shares, post_head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0,
             seqlens,
@@ -2079,7 +2100,8 @@ def _decode(
         )
         grid = (triton.cdiv(group * n_new, 16) * (b1 - b0) * kv_heads * splits,)
         call.launch(
-            mta_strip_decode_values_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a, grid,
+            mta_strip_decode_values_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
             shares, v, *v.stride()[:3], seqlens, partial,
             count, keys, pitch, n_heads, group, b0, n_new, batch, split,
             num_warps=4, num_stages=3, enable_fp_fusion=True,
