@@ -592,7 +592,7 @@ class TritonLaunch:
     def __call__(self, stream: int, bases: Sequence[Any], addresses: Sequence[int]) -> None:
         """Launch on a stream, given the call's tensors and the addresses in the recipe's list."""
         arguments = [x.of(bases) if isinstance(x, Described) else x for x in self._arguments]
-        if self._compiled is not None:
+        if self._compiled is not None and not self._kernel.pre_run_hooks:
             values = [addresses[x.number] if isinstance(x, Pointer) else x for x in arguments]
             self._compiled[self._grid](*values, *self._constants, stream=stream)
             return
