@@ -13,15 +13,21 @@ A strip has queries first .. first + count - 1. The first `skip` rows are contex
 rows have scores but no probabilities. There are keys 0 .. keys - 1, and `pitch` elements from row to row.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
-import torch
-import triton
+import contextlib
 import ctypes
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.compiler import CompiledKernel
+from triton.tools.tensor_descriptor import TensorDescriptor
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +37,10 @@ from cuda.bindings import driver
 
 class Kernel:
     """A kernel on one device, called as ``kernel(grid, *arguments)``.
+
+    Attributes:
+        name: its entry point.
+        codes: the types of its arguments.
 
     Args:
         name: entry point of the kernel.
@@ -45,7 +55,7 @@ class Kernel:
     def __init__(
         self, name: str, threads: int, shared: int, codes: str, module: Any, context: Any, device: int
     ) -> None:
-        self.name = name
+        self.name, self.codes = name, codes
         self._threads, self._shared = threads, shared
         self._context, self._device = context, device
         function = checked(driver.cuModuleGetFunction(module, name.encode()), f"finding {name}")
@@ -77,22 +87,34 @@ class Kernel:
             struct.error: the arguments do not fit the kernel's.
             RuntimeError: the driver refuses the launch.
         """
-        status = self._launch(grid, arguments)
-        if status:
-            if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the thread has not used the driver before
-                driver.cuCtxSetCurrent(self._context)
-                status = self._launch(grid, arguments)
-            checked((status,), f"the launch of {self.name}, grid {grid},")
-
-    def _launch(self, grid: Sequence[int], arguments: Sequence[float]) -> driver.CUresult:
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        x, y, z = (*grid, 1, 1)[:3]
         with self._lock:
             self._pack_into(self._values, 0, *arguments)
-            (status,) = driver.cuLaunchKernel(
-                self._function, x, y, z, self._threads, 1, 1, self._shared, stream, self._parameters, 0
-            )
-        return status
+            self._launch(stream, grid, (*grid, 1, 1)[:3], self._parameters)
+
+    def bound(self, grid: Sequence[int], addresses: Sequence[int]) -> Callable[..., None]:
+        """Return a launch whose arguments lie at these addresses whenever it is called, with the stream."""
+        pointers = (ctypes.c_void_p * len(addresses))(*addresses)
+        parameters, blocks = ctypes.addressof(pointers), (*grid, 1, 1)[:3]
+
+        def launch(stream: int, *_: Any, keeps: Any = pointers) -> None:
+            self._launch(stream, grid, blocks, parameters)
+
+        return launch
+
+    def _launch(
+        self, stream: int, grid: Sequence[int], blocks: tuple[int, ...], parameters: int, is_first: bool = True
+    ) -> None:
+        (status,) = driver.cuLaunchKernel(
+            self._function, *blocks, self._threads, 1, 1, self._shared, stream, parameters, 0
+        )
+        if not status:
+            return
+        if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT and is_first:  # the thread's first use of the driver
+            driver.cuCtxSetCurrent(self._context)
+            self._launch(stream, grid, blocks, parameters, is_first=False)
+        else:
+            checked((status,), f"the launch of {self.name}, grid {grid},")
 
 
 def load_kernels(cubin: bytes, kernels: Mapping[str, tuple[str, int, int, str]], index: int) -> dict[str, Kernel]:
@@ -346,6 +368,414 @@ def load(name, device, cubin=None):
     return LOADED[name].setdefault(index, load_kernels(cubin, KERNELS[name], index))
 
 
+class Call:
+    """The memory and the launches of one call, which are made at once.
+
+    Args:
+        like: a tensor on the device of the call.
+
+    Attributes:
+        device: that device.
+    """
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._like, self.device = like, like.device
+
+    def result(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of a tensor that the call returns, of any content."""
+        return self._like.new_empty(shape, dtype=dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the call, which is zero before its first launch."""
+        return self._like.new_zeros(shape, dtype=dtype)
+
+    def workspace(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the call, of any content. A name stands for the same memory whenever it is asked for."""
+        return self._like.new_empty(shape, dtype=dtype)
+
+    def launch(self, kernel: Any, grid: Sequence[int], *arguments: Any, **options: Any) -> None:
+        """Launch Triton's kernel with its options, or a loaded CUDA kernel, for which None is a null pointer."""
+        if options:
+            kernel[grid](*arguments, **options)
+        else:
+            kernel(grid, *(x.data_ptr() if isinstance(x, torch.Tensor) else x or 0 for x in arguments))
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call a function of tensors and then of other values, which writes to some of the tensors."""
+        function(*arguments)
+
+    def reshaped(self, name: str, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """A view of a tensor in another shape; if there is none, a copy in the workspace of this name."""
+        view = _viewed(x, shape)
+        if view is None:
+            view = self.workspace(name, shape, x.dtype)
+            self.run(torch.Tensor.copy_, view.view(x.shape), x)
+        return view
+
+
+def _viewed(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+    """A view of a tensor in another shape; None if there is none."""
+    try:
+        return x.view(shape)
+    except RuntimeError:
+        return None
+
+
+class Whole(NamedTuple):
+    """One of a call's tensors."""
+
+    base: int
+
+    def of(self, bases: Sequence[Any]) -> Any:
+        """The tensor of a call."""
+        return bases[self.base]
+
+
+class Place(NamedTuple):
+    """A view of one of a call's tensors.
+
+    Attributes:
+        base: number of the tensor.
+        shape, strides, offset: of the view, in elements; the offset is from the tensor's first element.
+    """
+
+    base: int
+    shape: Sequence[int]
+    strides: Sequence[int]
+    offset: int
+
+    def of(self, bases: Sequence[Any]) -> torch.Tensor:
+        """The view of a call's tensor."""
+        base: torch.Tensor = bases[self.base]
+        return base.as_strided(self.shape, self.strides, base.storage_offset() + self.offset)
+
+
+class Pointer(NamedTuple):
+    """An argument of a launch: the number of an address in the recipe's list, and for Triton what lies there."""
+
+    number: int
+    place: Whole | Place | None = None
+
+
+class Described(NamedTuple):
+    """An argument of a launch: a descriptor like this one, of what lies at a place."""
+
+    place: Whole | Place
+    like: TensorDescriptor
+
+    def of(self, bases: Sequence[Any]) -> TensorDescriptor:
+        """The descriptor of a call's tensor."""
+        return TensorDescriptor(self.place.of(bases), self.like.shape, self.like.strides, self.like.block_shape)
+
+
+class CudaLaunch(NamedTuple):
+    """A launch of a loaded CUDA kernel."""
+
+    kernel: Any
+    grid: Sequence[int]
+    arguments: Sequence[Any]
+
+    def bound(self, cells: int, numbers: int) -> Callable[..., None]:
+        """The launch with its arguments in cells of 8 bytes.
+
+        Args:
+            cells: address of the cells of the recipe's pointers.
+            numbers: address of cells for the numbers of this launch, which are written now.
+        """
+        addresses = []
+        for place, (code, x) in enumerate(zip(self.kernel.codes, self.arguments, strict=True)):
+            if isinstance(x, Pointer):
+                addresses.append(cells + 8 * x.number)
+            else:
+                addresses.append(numbers + 8 * place)
+                ctypes.memmove(addresses[-1], struct.pack(code, x or 0), struct.calcsize(code))
+        launch: Callable[..., None] = self.kernel.bound(self.grid, addresses)
+        return launch
+
+
+class TritonLaunch:
+    """A launch of Triton's kernel. The first one finds the compiled kernel, whose launcher takes addresses."""
+
+    def __init__(self, kernel: Any, grid: Sequence[int], arguments: Sequence[Any], options: dict[str, Any]) -> None:
+        self._kernel, self._arguments, self._options = kernel, arguments, options
+        self._grid = (*grid, 1, 1)[:3]
+        self._compiled: Any = None
+        self._constants: list[Any] = []
+
+    def __call__(self, stream: int, bases: Sequence[Any], addresses: Sequence[int]) -> None:
+        """Launch on a stream, given the call's tensors and the addresses in the recipe's list."""
+        arguments = [x.of(bases) if isinstance(x, Described) else x for x in self._arguments]
+        if self._compiled is not None and not self._kernel.pre_run_hooks:
+            values = [addresses[x.number] if isinstance(x, Pointer) else x for x in arguments]
+            self._compiled[self._grid](*values, *self._constants, stream=stream)
+            return
+        tensors = [x.place.of(bases) if isinstance(x, Pointer) and x.place else x for x in arguments]
+        compiled = self._kernel[self._grid](*tensors, **self._options)
+        if isinstance(compiled, CompiledKernel):
+            parameters = list(self._kernel.signature.parameters.values())
+            self._constants = [parameter.default for parameter in parameters[len(arguments) :]]
+            self._compiled = compiled
+
+
+class FunctionCall(NamedTuple):
+    """A call of a function that takes tensors, then other values."""
+
+    function: Callable[..., Any]
+    places: Sequence[Whole | Place]
+    values: Sequence[Any]
+
+    def __call__(self, stream: int, bases: Sequence[Any], addresses: Sequence[int]) -> None:
+        """Call it with the call's tensors."""
+        self.function(*[x.of(bases) for x in self.places], *self.values)
+
+
+class Recorder(Call):
+    """Notes what a call does. Its tensors are on the meta device: they have shapes and no memory.
+
+    Args:
+        tensors: tensors like those of the call; None for those that it lacks, but not for the first.
+
+    Attributes:
+        tensors: the same on the meta device.
+        bases: each of the call's tensors on the meta device with its number, by its storage: first the arguments, then
+            the workspace, which has a number only, then the results.
+        regions: the name of each region of the workspace, likewise.
+        zeroed, others: bytes of each region: of those that are zero at first, and of the others.
+        results: shape and dtype of each result.
+        steps: launches and calls of functions.
+    """
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        super().__init__(tensors[0])
+        self._noted: list[torch.Tensor] = []  # they live as long as this, so that a storage has one identity
+        self.bases: dict[int, tuple[int, torch.Tensor]] = {}
+        self.regions: dict[int, str] = {}
+        self.zeroed: dict[str, int] = {}
+        self.others: dict[str, int] = {}
+        self.results: list[tuple[Sequence[int], torch.dtype]] = []
+        self.steps: list[tuple[Any, ...]] = []
+        self.tensors: list[Any] = [x if x is None else self._argument(number, x) for number, x in enumerate(tensors)]
+
+    def result(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        x = self._memory(shape, dtype)
+        self.bases[_storage(x)] = len(self.tensors) + 1 + len(self.results), x
+        self.results.append((shape, dtype))
+        return x
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._region(self.zeroed, f"zeros {len(self.zeroed)}", shape, dtype)
+
+    def workspace(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._region(self.others, name, shape, dtype)
+
+    def launch(self, kernel: Any, grid: Sequence[int], *arguments: Any, **options: Any) -> None:
+        self.steps.append((kernel, grid, arguments, options))
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.steps.append((function, arguments))
+
+    def _argument(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        self._noted.append(x)
+        self.bases[_storage(x)] = number, x
+        return x
+
+    def _memory(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        self._noted.append(torch.empty(shape, dtype=dtype, device="meta"))
+        return self._noted[-1]
+
+    def _region(self, sizes: dict[str, int], name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        x = self._memory(shape, dtype)
+        self.regions[_storage(x)] = name
+        sizes[name] = max(sizes.get(name, 0), x.nbytes)
+        return x
+
+
+def _storage(x: torch.Tensor) -> int:
+    """The identity of the memory of a tensor on the meta device."""
+    return int(x.untyped_storage()._cdata)
+
+
+class Recipe:
+    """What calls of equal sizes do, worked out once. It makes such a call with other tensors.
+
+    Args:
+        notes: what a call did.
+        returned: what the call returned: results, or parts of the workspace.
+    """
+
+    def __init__(self, notes: Recorder, returned: Sequence[torch.Tensor]) -> None:
+        like = notes.tensors[0]
+        # PyTorch takes longer to read a tuple of extents, and a dtype.
+        self._results = [(x, {} if dtype == like.dtype else {"dtype": dtype}) for x, dtype in notes.results]
+        starts, end = {}, 0
+        for name, size in (notes.zeroed | notes.others).items():
+            starts[name] = end
+            end += _rounded(size)
+        self._elements = end // like.itemsize
+        self._zeroed = sum(map(_rounded, notes.zeroed.values())) // like.itemsize
+        self._dtypes: list[torch.dtype] = []  # of other views of the workspace, which are tensors of the call, too
+        self._pointers: dict[tuple[int, int], int] = {}  # the number of each, by tensor and bytes from its begin
+        workspace = len(notes.tensors)
+
+        def place(x: torch.Tensor) -> Whole | Place:
+            view = x.shape, x.stride(), int(x.storage_offset())
+            if _storage(x) in notes.bases:
+                base, whole = notes.bases[_storage(x)]
+                return Whole(base) if view == (whole.shape, whole.stride(), 0) else Place(base, *view)
+            start = starts[notes.regions[_storage(x)]] // x.itemsize
+            base = workspace
+            if x.dtype != like.dtype:
+                if x.dtype not in self._dtypes:
+                    self._dtypes.append(x.dtype)
+                base += 1 + len(notes.results) + self._dtypes.index(x.dtype)
+            return Place(base, *view[:2], start + view[2])
+
+        def pointer(x: torch.Tensor) -> int:
+            base, _ = notes.bases.get(_storage(x), (workspace, None))
+            start = starts[notes.regions[_storage(x)]] if base == workspace else 0
+            address = base, start + int(x.storage_offset()) * x.itemsize
+            return self._pointers.setdefault(address, len(self._pointers))
+
+        def step(kernel: Any, *noted: Any) -> Any:
+            if len(noted) == 1:
+                tensors = [x for x in noted[0] if isinstance(x, torch.Tensor)]
+                return FunctionCall(kernel, [place(x) for x in tensors], noted[0][len(tensors) :])
+            grid, arguments, options = noted
+            if not options:
+                values = [Pointer(pointer(x)) if isinstance(x, torch.Tensor) else x for x in arguments]
+                return CudaLaunch(kernel, grid, values)
+            values = []
+            for x in arguments:
+                if isinstance(x, torch.Tensor):
+                    x = Pointer(pointer(x), place(x))
+                elif isinstance(x, TensorDescriptor):
+                    x = Described(place(x.base), x)
+                values.append(x)
+            return TritonLaunch(kernel, grid, values, options)
+
+        self._steps = [step(*noted) for noted in notes.steps]
+        self._returned = [place(x) for x in returned]
+        self._pack_into = struct.Struct(f"{len(self._pointers)}P").pack_into
+        self._frames: list[tuple[Any, list[Callable[..., Any]]]] = []  # each is free for a call
+
+    def __call__(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        """Make a call, whose first tensor is on the current device.
+
+        Returns:
+            what the call returns.
+        """
+        like = tensors[0]
+        results = [like.new_empty(*shape, **options) for shape, options in self._results]
+        workspace = like.new_empty(self._elements)
+        if self._zeroed:
+            workspace[: self._zeroed].zero_()
+        bases = [*tensors, workspace, *results, *(workspace.view(dtype) for dtype in self._dtypes)]
+        addresses = [bases[base].data_ptr() + offset for base, offset in self._pointers]
+        try:
+            frame = self._frames.pop()  # of another thread's call meanwhile, the arguments are elsewhere
+        except IndexError:
+            frame = self._frame()
+        cells, steps = frame
+        self._pack_into(cells, 0, *addresses)
+        stream = torch._C._cuda_getCurrentRawStream(like.get_device()) if like.is_cuda else 0
+        for step in steps:
+            step(stream, bases, addresses)
+        self._frames.append(frame)
+        return tuple(x.of(bases) for x in self._returned)
+
+    def _frame(self) -> tuple[Any, list[Callable[..., Any]]]:
+        """Memory for the arguments of a call's launches, and the steps of a call that has it."""
+        numbers = len(self._pointers)  # the first cell for numbers
+        steps = [step for step in self._steps if isinstance(step, CudaLaunch)]
+        cells = (ctypes.c_uint64 * (numbers + sum(len(step.arguments) for step in steps)))()
+        begin, bound = ctypes.addressof(cells), []
+        for step in self._steps:
+            if isinstance(step, CudaLaunch):
+                bound.append(step.bound(begin, begin + 8 * numbers))
+                numbers += len(step.arguments)
+            else:
+                bound.append(step)
+        return cells, bound
+
+
+def _rounded(size: int) -> int:
+    """Bytes of a region, so that the next one begins as aligned as memory of PyTorch."""
+    return -(-size // 512) * 512
+
+
+class Recipes:
+    """The recipes of a module's host functions.
+
+    The first call of some sizes is made launch by launch, and the second one makes the recipe. So calls whose sizes
+    always change make no recipes. Nor do calls on the CPU.
+    """
+
+    MOST = 256  # recipes that are kept
+
+    def __init__(self) -> None:
+        self._suspended = 0
+        self._recipes: dict[Any, Recipe] = {}
+        self._seen: dict[Any, bool] = {}
+        self._lock = threading.Lock()
+
+    def call(self, function: Callable[..., Any], tensors: Sequence[Any], numbers: tuple[Any, ...]) -> Any:
+        """Call a function, or do by a recipe what it does.
+
+        Args:
+            function: takes a :class:`Call`, the tensors and the numbers. What it does depends on the tensors' shapes
+                and strides and on the numbers.
+            tensors: maybe with None. The first one is on the current device.
+            numbers: hashable values.
+
+        Returns:
+            what the function returns, a tuple.
+        """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.call(function, tensors, numbers)
+        like = tensors[0]
+        if self._suspended or not self.serves(like):
+            return function(Call(like), *tensors, *numbers)
+        # Triton's kernels are compiled for aligned addresses and for others.
+        facts = [None if x is None else (x.shape, x.stride(), x.data_ptr() & 15) for x in tensors]
+        key = (function, like.get_device(), numbers, *facts)
+        recipe = self._recipes.get(key)
+        if recipe is None:
+            if key not in self._seen:
+                self._keep(self._seen, key, True)
+                return function(Call(like), *tensors, *numbers)
+            notes = Recorder(tensors)
+            recipe = Recipe(notes, function(notes, *notes.tensors, *numbers))
+            self._keep(self._recipes, key, recipe)
+        return recipe(tensors)
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Make each call launch by launch, until the context ends."""
+        with self._lock:
+            self._suspended += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._suspended -= 1
+
+    @staticmethod
+    def serves(x: torch.Tensor) -> bool:
+        """Whether calls on the device of a tensor are made by recipes."""
+        return x.is_cuda
+
+    def _keep(self, kept: dict[Any, Any], key: Any, value: Any) -> None:
+        with self._lock:
+            kept[key] = value
+            while len(kept) > self.MOST:
+                del kept[next(iter(kept))]  # the oldest
+
+
+RECIPES: Recipes = Recipes()
+
+
 class Limits(NamedTuple):
     """Numbers of the plan about strips.
 
@@ -396,6 +826,10 @@ class Limits(NamedTuple):
         rows = min(most, max(self.min_rows, fitting))
         return sequences, rows, self.pitch(n_k, rows)
 
+    def is_whole(self, sizes: tuple[int, int, int], n_q: int, n_k: int) -> bool:
+        """Whether a strip of `sizes` has all rows and keys of its sequences."""
+        return sizes[1] >= n_q and self.keys(0, n_q, n_q, n_k) == (0, n_k)
+
     def keys_of_step(self, count: int, n_k: int) -> int:
         """The number of keys that some of the last `count` rows of a sequence of at most n_k keys see."""
         return n_k if self.left is None else min(n_k, count + self.left)
@@ -435,6 +869,7 @@ class Strip(NamedTuple):
 
 
 def _strips(
+    call: Call,
     limits: Limits,
     sizes: tuple[int, int, int],
     batch: int,
@@ -443,11 +878,11 @@ def _strips(
     n_k: int,
     planes: int,
     dtype: torch.dtype,
-    device: torch.device,
 ) -> Iterator[Strip]:
     """The strips of `sizes` that Limits.sizes returned. All have the same memory, of `planes` planes."""
     sequences, rows, pitch = sizes
-    memory = [torch.empty(sequences * n_heads * rows * pitch, dtype=dtype, device=device) for _ in range(planes)]
+    length = sequences * n_heads * rows * pitch
+    memory = [call.workspace(f"plane {number}", (length,), dtype) for number in range(planes)]
     context = limits.context
     for b0 in range(0, batch, sequences):
         b1 = min(b0 + sequences, batch)
@@ -480,37 +915,72 @@ def _by_keys(x: torch.Tensor, kv_heads: int, keys: int) -> torch.Tensor:
     return x.view(-1, slots * rows // kv_heads, pitch)[:, :, :keys]
 
 
-def _rows_by_keys(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+def _rows_by_keys(call: Call, name: str, x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """Rows (sequences, H, rows, dim) grouped by the heads of keys: (sequences * Hkv, rows of their heads, dim)."""
     batch, heads, rows, dim = x.shape
-    return x.reshape(batch * kv_heads, heads // kv_heads * rows, dim)
+    return call.reshaped(name, x, (batch * kv_heads, heads // kv_heads * rows, dim))
 
 
-def _by_heads(x: torch.Tensor) -> torch.Tensor:
+def _by_heads(call: Call, name: str, x: torch.Tensor) -> torch.Tensor:
     """Keys or values (sequences, Hkv, keys, dim), one head after the other."""
-    return x.reshape(-1, *x.shape[2:])
+    batch, heads, keys, dim = x.shape
+    return call.reshaped(name, x, (batch * heads, keys, dim))
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float = 1.0) -> None:
-    """total (sequences, heads, rows, dim) fp32 += factor a b, of matrices one head after the other."""
-    flat = total.flatten(0, 1)  # a view
-    if total.is_cuda and a.dtype != torch.float32:
-        torch.baddbmm(flat, a, b, alpha=factor, out_dtype=torch.float32, out=flat)
+def _add_product(
+    call: Call, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float = 1.0, adds: bool = True
+) -> None:
+    """Add factor a b to a tensor (sequences, heads, rows, dim), or store it there.
+
+    Args:
+        call: the call.
+        total: the tensor; fp32 if it is added to.
+        a, b: matrices, one after the other, whose products have the elements of `total` in its order.
+        factor: of the products.
+        adds: whether to add.
+    """
+    shape = (*a.shape[:2], b.shape[2])
+    view = _viewed(total, shape)
+    if view is not None:
+        call.run(_multiply, view, a, b, factor, adds)
+        return
+    product = call.workspace("product", shape, a.dtype)
+    call.run(_multiply, product, a, b, 1.0, False)
+    call.run(_add, total, product.view(total.shape), factor, adds)
+
+
+def _multiply(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float, adds: bool) -> None:
+    """factor a b in `total`, or added to it."""
+    if not adds and factor == 1.0:
+        torch.bmm(a, b, out=total)
+    elif not adds:
+        torch.baddbmm(total, a, b, beta=0, alpha=factor, out=total)
+    elif total.is_cuda and a.dtype != torch.float32:
+        torch.baddbmm(total, a, b, alpha=factor, out_dtype=torch.float32, out=total)
     else:
-        flat.add_(torch.bmm(a, b), alpha=factor)
+        total.add_(torch.bmm(a, b), alpha=factor)
+
+
+def _add(total: torch.Tensor, x: torch.Tensor, factor: float, adds: bool) -> None:
+    """factor x in `total`, or added to it."""
+    if adds:
+        total.add_(x, alpha=factor)
+    else:
+        torch.mul(x, factor, out=total)
 
 
 def _matrices(partial: torch.Tensor, n_heads: int, mixed: int, heads: int) -> torch.Tensor:
-    """Gradients (H/m, m, m) of matrices from partial sums (B * bundles, programs, heads, heads) of bundles of heads."""
-    bundles, groups = -(-n_heads // heads), heads // mixed
-    sums: torch.Tensor = partial.view(-1, bundles, *partial.shape[1:]).sum((0, 2))[:, :heads, :heads]
+    """Gradients (H/m, m, m) of matrices from partial sums (B, bundles, programs, heads, heads) of bundles of heads."""
+    bundles, groups = partial.shape[1], heads // mixed
+    sums: torch.Tensor = partial.sum((0, 2))
+    if heads < sums.shape[1]:
+        sums = sums[:, :heads, :heads]
     if groups == 1:
         return sums.contiguous()
     blocks = sums.reshape(bundles, groups, mixed, groups, mixed).diagonal(dim1=1, dim2=3)  # (bundles, m, m, groups)
     return blocks.permute(0, 3, 1, 2).reshape(-1, mixed, mixed)[: n_heads // mixed].contiguous()
 
 
-@torch.no_grad()
 def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
     """Attention by the stages above.
 
@@ -524,8 +994,22 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
     Returns:
         out (B, H, Nq, 128) in the dtype of q, and lse (B, H, Nq) fp32.
     """
-    out = q.new_empty((*q.shape[:-1], 128))
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+
+    return RECIPES.call(
+        _forward,
+        (
+            q, k, v, weight, head_weight, post_weight, post_head_weight,
+        ),
+        (scale,),
+    )
+
+
+def _forward(
+    call, q, k, v, weight, head_weight, post_weight, post_head_weight, scale,
+):
+    """What `forward` launches by a :class:`Call`."""
+    out = call.result((*q.shape[:-1], 128), q.dtype)
+    lse = call.result(q.shape[:-1], torch.float32)
     batch, n_heads, n_q, _ = q.shape
     _, kv_heads, n_k, _ = k.shape
     group = n_heads // kv_heads
@@ -534,11 +1018,12 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
     for name in (
         "scores", "convolution", "softmax", "post_convolution", "post_mix",
     ):
-        kernels |= LOADED[name].get(q.device.index) or load(name, q.device)
-    strips = _strips(LIMITS, sizes, batch, n_heads, n_q, n_k, 3, torch.float16, q.device)
+        kernels |= LOADED[name].get(call.device.index) or load(name, call.device)
+    strips = _strips(call, LIMITS, sizes, batch, n_heads, n_q, n_k, 3, torch.float16)
     for b0, b1, begin, end, first, key0, keys, planes in strips:
         if keys <= 0:
-            out[b0:b1, :, begin:end], lse[b0:b1, :, begin:end] = 0.0, float("-inf")
+            call.run(torch.Tensor.zero_, out[b0:b1, :, begin:end])
+            call.run(torch.Tensor.fill_, lse[b0:b1, :, begin:end], float("-inf"))
             continue
         off, seen = n_k - n_q - key0, slice(key0, key0 + keys)
         k_seen, v_seen = k[:, :, seen], v[:, :, seen]
@@ -546,45 +1031,52 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
         slots, count, pitch = scores.shape
         skip = begin - first
         valid = max(0, skip - 5)
-        kernels["scores"](
+        call.launch(
+            kernels["scores"],
             (-(-count // 128) * (-(-keys // 512)) * slots,),
-            q.data_ptr(), k_seen.data_ptr(), scores.data_ptr(),
+            q, k_seen, scores,
             *q.stride()[:3], *k_seen.stride()[:3],
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
         )
-        kernels["convolution"](
+        call.launch(
+            kernels["convolution"],
             (-(-count // 64) * (-(-keys // 256)) * slots,),
-            scores.data_ptr(), weight.data_ptr(), convolved.data_ptr(),
+            scores, weight, convolved,
             count, keys, off, first, skip, pitch, n_heads,
         )
         shares = convolved.view(torch.float16)
-        kernels["softmax"](
+        call.launch(
+            kernels["softmax"],
             (-(-n_heads // 16) * (b1 - b0) * count,),
-            convolved.data_ptr(), lse.data_ptr(), shares.data_ptr(), head_weight.data_ptr(),
+            convolved, lse, shares, head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
         )
         unmixed, shares = shares, convolved_shares
-        kernels["post_convolution"](
+        call.launch(
+            kernels["post_convolution"],
             (-(-count // 64) * (-(-keys // 256)) * slots,),
-            unmixed.data_ptr(), post_weight.data_ptr(), shares.data_ptr(),
+            unmixed, post_weight, shares,
             count, keys, off, first, skip, pitch, n_heads,
         )
         unmixed, shares = shares, shares.view(q.dtype)
-        kernels["post_mix"](
+        call.launch(
+            kernels["post_mix"],
             (-(-n_heads // 16) * (b1 - b0) * count,),
-            unmixed.data_ptr(), shares.data_ptr(), post_head_weight.data_ptr(),
+            unmixed, shares, post_head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0,
         )
-        made = out[b0:b1, :, begin:end]
+        made, values = out[b0:b1, :, begin:end], _by_heads(call, "values", v_seen[b0:b1])
         if group == 1:
-            torch.bmm(shares[:, skip:, :keys], _by_heads(v_seen[b0:b1]), out=made.flatten(0, 1))
+            call.run(_multiply, made.flatten(0, 1), shares[:, skip:, :keys], values, 1.0, False)
+        elif skip == 0:
+            _add_product(call, made, _by_keys(shares, (b1 - b0) * kv_heads, keys), values, adds=False)
         else:
-            product = torch.bmm(_by_keys(shares, (b1 - b0) * kv_heads, keys), _by_heads(v_seen[b0:b1]))
-            made.copy_(product.view(b1 - b0, n_heads, count, -1)[:, :, skip:])
+            product = call.workspace("rows", (b1 - b0, n_heads, count, made.shape[3]), q.dtype)
+            _add_product(call, product, _by_keys(shares, (b1 - b0) * kv_heads, keys), values, adds=False)
+            call.run(torch.Tensor.copy_, made, product[:, :, skip:])
     return out, lse
 
 
-@torch.no_grad()
 def backward(
     grad_out, grad_lse, q, k, v, weight, head_weight, post_weight, post_head_weight, out, lse, scale,
     *, deterministic=True,
@@ -602,30 +1094,57 @@ def backward(
     Returns:
         Gradients of q, k, v in their shapes and dtypes, and of the weights in fp32.
     """
-    f32 = dict(dtype=torch.float32, device=q.device)
-    dk, dv = (torch.zeros(x.shape, **f32) for x in (k, v))
-    dq = torch.zeros(q.shape, **f32)
+
+    dq, dk, dv, *sums = RECIPES.call(
+        _backward,
+        (
+            grad_out, grad_lse, q, k, v, weight, head_weight, post_weight, post_head_weight, lse,
+        ),
+        (scale,),
+    )
+    mix_partial, post_mix_partial, convolution_partial, post_convolution_partial = sums
+    n_heads = q.shape[1]
+    return (
+        dq,
+        dk,
+        dv,
+        convolution_partial.sum((0, 2)),
+        _matrices(mix_partial, n_heads, 16, 16),
+        post_convolution_partial.sum((0, 2)),
+        _matrices(post_mix_partial, n_heads, 16, 16),
+    )
+
+
+def _backward(
+    call, grad_out, grad_lse, q, k, v, weight, head_weight, post_weight, post_head_weight, lse, scale,
+):
+    """What `backward` launches by a :class:`Call`: gradients of q, k and v, and sums for the others."""
+    dq, dk, dv = (call.result(x.shape, x.dtype) for x in (q, k, v))
     batch, n_heads, n_q, _ = q.shape
     _, kv_heads, n_k, _ = k.shape
     group = n_heads // kv_heads
     sizes = LIMITS.sizes(batch, n_heads, n_q, n_k, 5, 1073741824)
-    bundles = batch * triton.cdiv(n_heads, 16)
-    mix_partial = torch.zeros((bundles, 512, 16, 16), **f32)
-    bundles = batch * triton.cdiv(n_heads, 16)
-    post_mix_partial = torch.zeros((bundles, 512, 16, 16), **f32)
+    is_whole = LIMITS.is_whole(sizes, n_q, n_k)
+    sum_k, sum_v = (x if is_whole else call.zeros(x.shape, torch.float32) for x in (dk, dv))
+    sum_q = dq if is_whole else call.zeros(dq.shape, torch.float32)
+    bundles = triton.cdiv(n_heads, 16)
+    mix_partial = call.zeros((batch, bundles, 512, 16, 16), torch.float32)
+    bundles = triton.cdiv(n_heads, 16)
+    post_mix_partial = call.zeros((batch, bundles, 512, 16, 16), torch.float32)
     all_chunks = triton.cdiv(n_k, 64)
     parts = batch
-    convolution_partial = torch.zeros((parts, n_heads, all_chunks, 6, 11), **f32)
-    post_convolution_partial = torch.zeros((parts, n_heads, all_chunks, 6, 11), **f32)
+    convolution_partial = call.zeros((parts, n_heads, all_chunks, 6, 11), torch.float32)
+    post_convolution_partial = call.zeros((parts, n_heads, all_chunks, 6, 11), torch.float32)
     kernels = {}
     for name in (
         "scores", "convolution", "probabilities", "post_mix_backward", "post_convolution", "post_convolution_adjoint",
         "post_convolution_gradient", "softmax_backward", "convolution_adjoint", "convolution_gradient", "grad_shares",
     ):
-        kernels |= LOADED[name].get(q.device.index) or load(name, q.device)
-    strips = _strips(LIMITS, sizes, batch, n_heads, n_q, n_k, 5, torch.float16, q.device)
+        kernels |= LOADED[name].get(call.device.index) or load(name, call.device)
+    strips = _strips(call, LIMITS, sizes, batch, n_heads, n_q, n_k, 5, torch.float16)
     for b0, b1, begin, end, first, key0, keys, planes in strips:
         if keys <= 0:
+            call.run(torch.Tensor.zero_, sum_q[b0:b1, :, first:end])
             continue
         off, seen = n_k - n_q - key0, slice(key0, key0 + keys)
         k_seen, v_seen = k[:, :, seen], v[:, :, seen]
@@ -634,95 +1153,97 @@ def backward(
         skip = begin - first
         valid = max(0, skip - 5)
         grad_shares = grad_shares.view(q.dtype)
-        kernels["scores"](
+        call.launch(
+            kernels["scores"],
             (-(-count // 128) * (-(-keys // 512)) * slots,),
-            q.data_ptr(), k_seen.data_ptr(), scores.data_ptr(),
+            q, k_seen, scores,
             *q.stride()[:3], *k_seen.stride()[:3],
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
         )
-        kernels["convolution"](
+        call.launch(
+            kernels["convolution"],
             (-(-count // 64) * (-(-keys // 256)) * slots,),
-            scores.data_ptr(), weight.data_ptr(), convolved.data_ptr(),
+            scores, weight, convolved,
             count, keys, off, first, skip, pitch, n_heads,
         )
-        kernels["grad_shares"](
+        call.launch(
+            kernels["grad_shares"],
             (-(-count // 128) * (-(-keys // 512)) * slots,),
-            grad_out.data_ptr(), v_seen.data_ptr(), grad_shares.data_ptr(),
+            grad_out, v_seen, grad_shares,
             *grad_out.stride()[:3], *v_seen.stride()[:3],
             count, keys, off, first, skip, pitch, n_heads, group, b0, 1.0,
         )
-        kernels["probabilities"](
+        call.launch(
+            kernels["probabilities"],
             (-(-n_heads // 16) * (b1 - b0) * count,),
-            convolved.data_ptr(), lse.data_ptr(), probabilities.data_ptr(), head_weight.data_ptr(),
+            convolved, lse, probabilities, head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
         )
         unmixed = shares
-        kernels["post_convolution"](
+        call.launch(
+            kernels["post_convolution"],
             (-(-count // 64) * (-(-keys // 256)) * slots,),
-            probabilities.data_ptr(), post_weight.data_ptr(), unmixed.data_ptr(),
+            probabilities, post_weight, unmixed,
             count, keys, off, first, skip, pitch, n_heads,
         )
         shares = shares.view(q.dtype)
-        kernels["post_mix_backward"](
+        call.launch(
+            kernels["post_mix_backward"],
             (-(-n_heads // 16) * (b1 - b0) * min(512, count),),
-            unmixed.data_ptr(), grad_shares.data_ptr(), shares.data_ptr(), post_head_weight.data_ptr(),
-            post_mix_partial.data_ptr(),
+            unmixed, grad_shares, shares, post_head_weight, post_mix_partial,
             count, keys, off, first, skip, pitch, n_heads, b0,
         )
         _add_product(
-            dv[b0:b1, :, seen],
+            call,
+            sum_v[b0:b1, :, seen],
             _by_keys(shares, (b1 - b0) * kv_heads, keys).mT,
-            _rows_by_keys(grad_out[b0:b1, :, first:end], kv_heads),
+            _rows_by_keys(call, "rows", grad_out[b0:b1, :, first:end], kv_heads),
+            adds=not is_whole,
         )
-        kernels["post_convolution_gradient"](
+        call.launch(
+            kernels["post_convolution_gradient"],
             (-(-keys // 64) * slots,),
-            probabilities.data_ptr(), grad_shares.data_ptr(), post_convolution_partial.data_ptr(),
+            probabilities, grad_shares, post_convolution_partial,
             count, keys, off, first, pitch, n_heads, b0, all_chunks,
         )
         grad_probabilities = shares
-        kernels["post_convolution_adjoint"](
+        call.launch(
+            kernels["post_convolution_adjoint"],
             (-(-count // 64) * (-(-keys // 256)) * slots,),
-            grad_shares.data_ptr(), post_weight.data_ptr(), grad_probabilities.data_ptr(),
+            grad_shares, post_weight, grad_probabilities,
             count, keys, off, first, skip, pitch, n_heads,
         )
         dx = convolved.view(q.dtype)
-        kernels["softmax_backward"](
+        call.launch(
+            kernels["softmax_backward"],
             (-(-n_heads // 16) * (b1 - b0) * min(512, count),),
-            convolved.data_ptr(), grad_probabilities.data_ptr(), lse.data_ptr(), grad_lse.data_ptr(), dx.data_ptr(),
-            head_weight.data_ptr(), mix_partial.data_ptr(),
+            convolved, grad_probabilities, lse, grad_lse, dx, head_weight, mix_partial,
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
         )
-        kernels["convolution_gradient"](
+        call.launch(
+            kernels["convolution_gradient"],
             (-(-keys // 64) * slots,),
-            scores.data_ptr(), dx.data_ptr(), convolution_partial.data_ptr(),
+            scores, dx, convolution_partial,
             count, keys, off, first, pitch, n_heads, b0, all_chunks,
         )
         ds = scores.view(q.dtype)
-        kernels["convolution_adjoint"](
+        call.launch(
+            kernels["convolution_adjoint"],
             (-(-count // 64) * (-(-keys // 256)) * slots,),
-            dx.data_ptr(), weight.data_ptr(), ds.data_ptr(),
+            dx, weight, ds,
             count, keys, off, first, skip, pitch, n_heads,
         )
         grads = _by_keys(ds, (b1 - b0) * kv_heads, keys)
-        made = dq[b0:b1, :, first:end]
-        if group == 1:
-            _add_product(made, grads, _by_heads(k_seen[b0:b1]), scale)
-        else:
-            made.add_(torch.bmm(grads, _by_heads(k_seen[b0:b1])).view(made.shape), alpha=scale)
-        _add_product(dk[b0:b1, :, seen], grads.mT, _rows_by_keys(q[b0:b1, :, first:end], kv_heads), scale)
-
-    return (
-        dq.to(q.dtype),
-        dk.to(k.dtype),
-        dv.to(v.dtype),
-        convolution_partial.sum((0, 2)),
-        _matrices(mix_partial, n_heads, 16, 16),
-        post_convolution_partial.sum((0, 2)),
-        _matrices(post_mix_partial, n_heads, 16, 16),
-    )
+        key_rows = _by_heads(call, "values", k_seen[b0:b1])
+        rows = _rows_by_keys(call, "rows", q[b0:b1, :, first:end], kv_heads)
+        _add_product(call, sum_q[b0:b1, :, first:end], grads, key_rows, scale, adds=not is_whole)
+        _add_product(call, sum_k[b0:b1, :, seen], grads.mT, rows, scale, adds=not is_whole)
+    for total, x in ((sum_q, dq), (sum_k, dk), (sum_v, dv)):
+        if total is not x:
+            call.run(torch.Tensor.copy_, x, total)
+    return dq, dk, dv, mix_partial, post_mix_partial, convolution_partial, post_convolution_partial
 
 
-@torch.no_grad()
 def decode(
     q_tail, k_cache, v_cache, weight, head_weight, post_weight, post_head_weight,
     scale, cache_seqlens=None, num_splits=None,
@@ -748,6 +1269,22 @@ def decode(
         out (B, H, n_new, 128) in the dtype of q_tail, and lse (B, H, n_new) fp32.
     """
     _, kv_heads, n_k, _ = k_cache.shape
+    partial, lse = RECIPES.call(
+        _decode,
+        (
+            q_tail, k_cache, v_cache, weight, head_weight, post_weight, post_head_weight, cache_seqlens,
+        ),
+        (scale, num_splits,),
+    )
+    return partial.sum(0).to(q_tail.dtype), lse[:, :, 10:].contiguous()
+
+
+def _decode(
+    call, q_tail, k_cache, v_cache, weight, head_weight, post_weight, post_head_weight, cache_seqlens, scale,
+    num_splits,
+):
+    """What `decode` launches by a :class:`Call`: parts of outputs, and log-sum-exps of all rows."""
+    _, kv_heads, n_k, _ = k_cache.shape
     q, k, v = q_tail, k_cache, v_cache
     batch, n_heads, count, _ = q.shape
     keys = LIMITS.keys_of_step(count, n_k)
@@ -755,7 +1292,8 @@ def decode(
     first, off, skip, valid = 0, 0, 10, 5
     seqlens = cache_seqlens
     if seqlens is None:
-        seqlens = torch.full((batch,), n_k, dtype=torch.int32, device=q.device)
+        seqlens = call.workspace("lengths", (batch,), torch.int32)
+        call.run(torch.Tensor.fill_, seqlens, n_k)
     pitch = triton.cdiv(keys, 256) * 256
     split = 1024 if num_splits is None else triton.cdiv(triton.cdiv(keys, num_splits), 64) * 64
     splits = triton.cdiv(keys, split)
@@ -764,54 +1302,60 @@ def decode(
         "decode_scores", "decode_convolution", "decode_post_convolution", "decode_softmax", "decode_post_mix",
         "decode_values",
     ):
-        kernels |= LOADED[name].get(q.device.index) or load(name, q.device)
-    f32 = dict(dtype=torch.float32, device=q.device)
-    lse = torch.full((batch, n_heads, count), float("-inf"), **f32)
-    partial = torch.empty((splits, batch, n_heads, n_new, 128), **f32)
+        kernels |= LOADED[name].get(call.device.index) or load(name, call.device)
+    lse = call.result((batch, n_heads, count), torch.float32)
+    call.run(torch.Tensor.fill_, lse, float("-inf"))
+    partial = call.result((splits, batch, n_heads, n_new, 128), torch.float32)
     sequence_bytes = 3 * n_heads * count * pitch * 2
     sequences = max(1, 1073741824 // sequence_bytes)
     for b0 in range(0, batch, sequences):
         b1 = min(b0 + sequences, batch)
         slots = (b1 - b0) * n_heads
         scores, convolved, convolved_shares = (
-            torch.empty((slots, count, pitch), dtype=torch.float16, device=q.device)
-            for _ in range(3)
+            call.workspace(f"plane {number}", (slots, count, pitch), torch.float16)
+            for number in range(3)
         )
-        kernels["decode_scores"](
+        call.launch(
+            kernels["decode_scores"],
             (-(-count // 32) * (-(-keys // 512)) * slots,),
-            q.data_ptr(), k.data_ptr(), scores.data_ptr(), seqlens.data_ptr(),
+            q, k, scores, seqlens,
             *q.stride()[:3], *k.stride()[:3],
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
         )
-        kernels["decode_convolution"](
+        call.launch(
+            kernels["decode_convolution"],
             (-(-(count - 5) // 6) * (-(-keys // 2048)) * slots,),
-            scores.data_ptr(), weight.data_ptr(), convolved.data_ptr(), seqlens.data_ptr(),
+            scores, weight, convolved, seqlens,
             count, keys, pitch, n_heads, b0,
         )
         shares = convolved.view(torch.float16)
-        kernels["decode_softmax"](
+        call.launch(
+            kernels["decode_softmax"],
             (-(-n_heads // 16) * (b1 - b0) * (count - 5),),
-            convolved.data_ptr(), lse.data_ptr(), shares.data_ptr(), head_weight.data_ptr(),
+            convolved, lse, shares, head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
-            seqlens.data_ptr(),
+            seqlens,
         )
         unmixed, shares = shares, convolved_shares
-        kernels["decode_post_convolution"](
+        call.launch(
+            kernels["decode_post_convolution"],
             (-(-keys // 2048) * (-(-count // 2) - 5) * slots,),
-            unmixed.data_ptr(), post_weight.data_ptr(), shares.data_ptr(), seqlens.data_ptr(),
+            unmixed, post_weight, shares, seqlens,
             count, keys, pitch, n_heads, b0,
         )
         unmixed, shares = shares, shares.view(q.dtype)
-        kernels["decode_post_mix"](
+        call.launch(
+            kernels["decode_post_mix"],
             (-(-keys // 2048) * (-(-n_heads // 16)) * (b1 - b0) * (count - 10),),
-            unmixed.data_ptr(), shares.data_ptr(), post_head_weight.data_ptr(),
+            unmixed, shares, post_head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0,
-            seqlens.data_ptr(),
+            seqlens,
         )
-        kernels["decode_values"](
+        call.launch(
+            kernels["decode_values"],
             (-(-(group * n_new) // 16) * (b1 - b0) * kv_heads * splits,),
-            shares.data_ptr(), v.data_ptr(), seqlens.data_ptr(), partial.data_ptr(),
+            shares, v, seqlens, partial,
             *v.stride()[:3],
             count, keys, pitch, n_heads, group, b0, n_new, batch, split,
         )
-    return partial.sum(0).to(q.dtype), lse[:, :, 10:].contiguous()
+    return partial, lse

@@ -11,7 +11,7 @@ import functools
 import ctypes
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,10 @@ from cuda.bindings import driver
 
 class Kernel:
     """A kernel on one device, called as ``kernel(grid, *arguments)``.
+
+    Attributes:
+        name: its entry point.
+        codes: the types of its arguments.
 
     Args:
         name: entry point of the kernel.
@@ -35,7 +39,7 @@ class Kernel:
     def __init__(
         self, name: str, threads: int, shared: int, codes: str, module: Any, context: Any, device: int
     ) -> None:
-        self.name = name
+        self.name, self.codes = name, codes
         self._threads, self._shared = threads, shared
         self._context, self._device = context, device
         function = checked(driver.cuModuleGetFunction(module, name.encode()), f"finding {name}")
@@ -67,22 +71,34 @@ class Kernel:
             struct.error: the arguments do not fit the kernel's.
             RuntimeError: the driver refuses the launch.
         """
-        status = self._launch(grid, arguments)
-        if status:
-            if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the thread has not used the driver before
-                driver.cuCtxSetCurrent(self._context)
-                status = self._launch(grid, arguments)
-            checked((status,), f"the launch of {self.name}, grid {grid},")
-
-    def _launch(self, grid: Sequence[int], arguments: Sequence[float]) -> driver.CUresult:
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        x, y, z = (*grid, 1, 1)[:3]
         with self._lock:
             self._pack_into(self._values, 0, *arguments)
-            (status,) = driver.cuLaunchKernel(
-                self._function, x, y, z, self._threads, 1, 1, self._shared, stream, self._parameters, 0
-            )
-        return status
+            self._launch(stream, grid, (*grid, 1, 1)[:3], self._parameters)
+
+    def bound(self, grid: Sequence[int], addresses: Sequence[int]) -> Callable[..., None]:
+        """Return a launch whose arguments lie at these addresses whenever it is called, with the stream."""
+        pointers = (ctypes.c_void_p * len(addresses))(*addresses)
+        parameters, blocks = ctypes.addressof(pointers), (*grid, 1, 1)[:3]
+
+        def launch(stream: int, *_: Any, keeps: Any = pointers) -> None:
+            self._launch(stream, grid, blocks, parameters)
+
+        return launch
+
+    def _launch(
+        self, stream: int, grid: Sequence[int], blocks: tuple[int, ...], parameters: int, is_first: bool = True
+    ) -> None:
+        (status,) = driver.cuLaunchKernel(
+            self._function, *blocks, self._threads, 1, 1, self._shared, stream, parameters, 0
+        )
+        if not status:
+            return
+        if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT and is_first:  # the thread's first use of the driver
+            driver.cuCtxSetCurrent(self._context)
+            self._launch(stream, grid, blocks, parameters, is_first=False)
+        else:
+            checked((status,), f"the launch of {self.name}, grid {grid},")
 
 
 def load_kernels(cubin: bytes, kernels: Mapping[str, tuple[str, int, int, str]], index: int) -> dict[str, Kernel]:

@@ -305,7 +305,7 @@ def test_strips_of_some_passes(made: Plan, passes: tuple[str, ...], tmp_path: Pa
     assert_clean(source, tmp_path / "module.py")
     defined = re.findall(r"^def (mta_\w+)\(", source, re.MULTILINE)
     assert sorted(defined) == sorted({kernel.name for name in passes for kernel in made.strip[name].kernels})
-    assert all(f"{name}[grid](" in source for name in defined)
+    assert all(f"{name},\n" in source for name in defined)
 
 
 def test_lines_of_templates_and_of_generated_modules_fit() -> None:

@@ -207,13 +207,14 @@ def allocate(buffers: Sequence[Buffer], indent: int = 4, like: str = "q") -> str
     return "\n".join(lines)
 
 
-def launch(kernel: Kernel, indent: int, role: str = "", **values: str) -> str:
+def launch(kernel: Kernel, indent: int, role: str = "", call: str = "", **values: str) -> str:
     """Return the launch of a CUDA kernel.
 
     Args:
         kernel: the kernel.
         indent: columns of indentation.
         role: an expression for the kernel's role, if it is chosen at run time.
+        call: the host's :class:`Call` (``templates/host/recipes.py``), if it launches the kernel.
         values: the host's expressions for arguments, where they differ from the argument's name.
 
     Raises:
@@ -228,7 +229,7 @@ def launch(kernel: Kernel, indent: int, role: str = "", **values: str) -> str:
         known.add(name)
         if argument.pointer:
             null = f"0 if {host} is None else " if argument.optional else ""
-            texts.append(("pointer", f"{null}{host}.data_ptr()"))
+            texts.append(("pointer", host if call else f"{null}{host}.data_ptr()"))
         elif not stride:
             texts.append(("number", host))
         elif name not in strided:  # all of a tensor at once
@@ -240,7 +241,8 @@ def launch(kernel: Kernel, indent: int, role: str = "", **values: str) -> str:
     grid = ", ".join(python_code(size) for size in kernel.grid)
     space, comma = " " * indent, "," if len(kernel.grid) == 1 else ""
     name = role or f'"{kernel.role}"'
-    lines = [f"{space}kernels[{name}](", f"{space}    ({grid}{comma}),", *grouped(texts, indent + 4), f"{space})"]
+    head = [f"{space}{call}.launch(", f"{space}    kernels[{name}]," if call else f"{space}kernels[{name}]("]
+    lines = [*head[not call :], f"{space}    ({grid}{comma}),", *grouped(texts, indent + 4), f"{space})"]
     return "\n".join(lines)
 
 

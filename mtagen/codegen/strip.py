@@ -76,6 +76,8 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "launch": partial(_launch, module),
         "together": host.together,
         "quoted": _quoted,
+        "by_recipe": partial(_by_recipe, module),
+        "launching": partial(_launching, module),
         "planes": partial(_planes, module),
         "dot_options": dot_options(module),
         "dtypes": {
@@ -105,6 +107,13 @@ def _context(module: StripModule) -> Mapping[str, Any]:
             block_of(stages.heads),
         ),
         "product_sums": ProductSums(of_scores.sums, spec.packed, "tokens"),
+        # Sums that the backward pass makes gradients of
+        "partials": [
+            *stages.matrix_partials,
+            *(f"{stage.name}_partial" for stage in stages.convolutions),
+            *(f"{one.name}_partial" for one in (*of_convolved.sums, *of_logits.sums, *of_scores.sums)),
+            *(["minus_dot"] if spec.sink else []),
+        ],
         "visible": partial(visible, mask),
         "seen": Seen(mask),
         # The argument of a decode step's kernels for the number of keys of the cache
@@ -173,6 +182,40 @@ def _quoted(names: Iterable[str]) -> str:
     return "\n".join(host.filled((f'"{name}"' for name in names), 8))
 
 
+def _passed(module: StripModule, pass_name: str) -> tuple[list[str], list[str]]:
+    """Return the tensors and the numbers that the function takes that launches a pass's kernels."""
+    spec = module.spec
+    weights = [*spec.weight_names, *learned(spec)]
+    if pass_name == "decode":
+        pages = (["block_table"], ["max_k"]) if spec.page_size else ([], [])
+        read = [*weights, *(x.name for x in (*spec.tables(pass_name), *spec.checked_arguments)), "cache_seqlens"]
+        return ["q_tail", "k_cache", "v_cache", *read, *pages[0]], ["scale", "num_splits", *pages[1]]
+    fuses = pass_name == "forward" and module.fuses
+    seed, dropout_p = (["seed"], ["dropout_p"]) if spec.dropout else ([], [])
+    documents = (["cu_seq_q", "cu_seq_k"] if fuses else ["documents"]) if spec.packed else []
+    read = [*weights, *(x.name for x in (*spec.tables("forward"), *spec.checked_arguments))]
+    tensors = ["q", "by_head", "by_group", *([] if spec.kernel else ["weight"])] if fuses else ["q", "k", "v"]
+    if pass_name == "backward":
+        tensors, read = ["grad_out", "grad_lse", *tensors], [*read, "lse"]
+    longest = ["max_k"] if spec.packed and not fuses else []
+    return [*tensors, *read, *documents, *seed], ["scale", *longest, *dropout_p]
+
+
+def _by_recipe(module: StripModule, pass_name: str) -> str:
+    """Return the host's call of the function that launches a pass's kernels, by its recipe if there is one."""
+    tensors, numbers = _passed(module, pass_name)
+    if module.spec.packed and pass_name == "forward" and module.fuses:  # it schedules the tiles of documents
+        return "\n".join([f"_{pass_name}(", *host.filled(["Call(q)", *tensors, *numbers], 8), "    )"])
+    lines = ["RECIPES.call(", f"        _{pass_name},", "        (", *host.filled(tensors, 12), "        ),"]
+    return "\n".join([*lines, f"        ({', '.join(numbers)},),", "    )"])
+
+
+def _launching(module: StripModule, pass_name: str) -> str:
+    """Return the head of the function that launches a pass's kernels."""
+    tensors, numbers = _passed(module, pass_name)
+    return "\n".join([f"def _{pass_name}(", *host.filled(["call", *tensors, *numbers], 4), "):"])
+
+
 def _launch(module: StripModule, kernel: Kernel, indent: int, **values: str) -> str:
     """Return the launch of a kernel, in CUDA or Triton."""
-    return (host.launch if kernel.role in module.cuda else triton.launch)(kernel, indent, **values)
+    return (host.launch if kernel.role in module.cuda else triton.launch)(kernel, indent, call="call", **values)

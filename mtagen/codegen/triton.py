@@ -57,7 +57,7 @@ from .templates import environment, spaced
 
 _NUMBERS = ("int32", "float")  # types of arguments
 # Prefixes of lines that begin a definition.
-_DEFINITIONS = ("@triton.jit", "@torch.no_grad", "def ", "class ", "LIMITS = ")
+_DEFINITIONS = ("@triton.jit", "@torch.no_grad", "def ", "class ", "LIMITS = ", "RECIPES: ")
 _S, _U, _V = sympy.symbols("s u v", integer=True)  # taps of the convolution: within a term, along rows, along keys
 
 
@@ -124,12 +124,13 @@ def _names(names: list[str]) -> str:
     return line if len(line) < WIDTH - 40 else "\n".join(["[", *filled(quoted, 4), "]"])
 
 
-def launch(kernel: Kernel, indent: int, **values: str) -> str:
+def launch(kernel: Kernel, indent: int, call: str = "", **values: str) -> str:
     """Return the launch of a kernel.
 
     Args:
         kernel: the kernel.
         indent: columns of indentation.
+        call: the host's :class:`Call` (``templates/host/recipes.py``), if it launches the kernel.
         values: the host's expressions, where they differ from the argument's name, by the
             argument's name or by the tensor that its name begins with.
 
@@ -166,8 +167,10 @@ def launch(kernel: Kernel, indent: int, **values: str) -> str:
     texts += [("option", option) for option in options]
     space = " " * indent
     sizes = ", ".join(map(triton_host_code, kernel.grid)) + ("," if len(kernel.grid) == 1 else "")
-    lines = [f"{space}grid = ({sizes})", f"{space}{kernel.name}[grid]("]
-    return "\n".join([*lines, *grouped(texts, indent + 4), f"{space})"])
+    head = [f"{space}{kernel.name}[grid]("]
+    if call:
+        head = [f"{space}{call}.launch(", f"{space}    {kernel.name},", f"{space}    grid,"]
+    return "\n".join([f"{space}grid = ({sizes})", *head, *grouped(texts, indent + 4), f"{space})"])
 
 
 def _context(module: LiftModule) -> Mapping[str, Any]:

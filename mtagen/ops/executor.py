@@ -115,7 +115,8 @@ class Executor:
             if not call.weights:
                 del dweights[0]  # of the single tap
             grads = self._as_callers_take(call, dweights)
-            return [dq, dk, dv, *(dx.to(x.dtype) for dx, x in zip(grads, learned, strict=True))]
+            grads = [dx if dx.dtype == x.dtype else dx.to(x.dtype) for dx, x in zip(grads, learned, strict=True)]
+            return [dq, dk, dv, *grads]
 
     def decode(self, step: Step) -> tuple[Tensor, Tensor]:
         """Return out (B, H, n_new, DV) and lse (B, H, n_new)."""

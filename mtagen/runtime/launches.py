@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 from ..dtypes import ARGUMENT_DTYPES, TORCH_DTYPES
 from ..planner.plan import Plan
 from ..spec import MAX_NEW_TOKENS, Argument
+from .loaded import without_recipes
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def recorded(module: ModuleType, *, run: bool = True) -> Iterator[list[Launch]]:
     kernels = {name: value for name, value in jitted.items() if not name.startswith("_")}  # they call the others
     vars(module).update({name: Recorder(kernel) for name, kernel in kernels.items()})
     try:
-        yield launches
+        with without_recipes(module):
+            yield launches
     finally:
         vars(module).update(kernels)
 

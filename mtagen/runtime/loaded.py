@@ -2,15 +2,30 @@
 
 A module keeps its kernels in the table ``LOADED``, by source, index of the device and role. It loads
 a source where the table has no entry of the device. mtagen writes to the table here only.
+
+Recipes of a module's calls hold the kernels that they launch, so no call is made by a recipe while
+something stands in for a kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any
+
+
+@contextmanager
+def without_recipes(module: ModuleType) -> Iterator[None]:
+    """Make each call launch by launch, until the context ends.
+
+    Args:
+        module: an emitted module, with recipes (``templates/host/recipes.py``) or without.
+    """
+    recipes = getattr(module, "RECIPES", None)
+    with recipes.suspended() if recipes else nullcontext():
+        yield
 
 
 @contextmanager
@@ -26,7 +41,8 @@ def intercepted(module: ModuleType, role: str, launch: Callable[..., None]) -> I
     kernel = kernels[role]
     kernels[role] = partial(launch, kernel)
     try:
-        yield
+        with without_recipes(module):
+            yield
     finally:
         kernels[role] = kernel
 

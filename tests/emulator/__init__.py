@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from single_pass import host_module
 
 from mtagen import codegen
 from mtagen.codegen.cuda import render
+from mtagen.codegen.host import codes
 from mtagen.planner import Plan
 from mtagen.planner.kernel import Kernel
 from mtagen.planner.strip.source import StripSource
@@ -70,10 +71,23 @@ class EmulatedKernel:
         """
         kinds = [_TYPES[argument.kind] for argument in self.kernel.arguments]
         values = [kind(value) for kind, value in zip(kinds, arguments, strict=True)]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        self.bound(grid, [ctypes.addressof(value) for value in values])()
+
+    @property
+    def codes(self) -> str:
+        """The types of its arguments, as a loaded kernel has them."""
+        return codes(self.kernel)
+
+    def bound(self, grid: tuple[int, ...], addresses: Sequence[int]) -> Callable[..., None]:
+        """A launch whose arguments lie at these addresses, as a loaded kernel makes it."""
+        pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         blocks = (ctypes.c_uint * 3)(*grid, *[1] * (3 - len(grid)))
-        error = self._launcher(blocks, self._seed, self._checked, pointers)
-        assert not error, f"{self.kernel.name}: {error.decode()}"
+
+        def launch(*_: Any) -> None:
+            error = self._launcher(blocks, self._seed, self._checked, pointers)
+            assert not error, f"{self.kernel.name}: {error.decode()}"
+
+        return launch
 
     @functools.cached_property
     def _launcher(self) -> ctypes._FuncPointer:

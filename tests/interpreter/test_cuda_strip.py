@@ -15,11 +15,13 @@ import torch
 from emulator import load_emulated
 from host_functions import retiled
 from paged import contiguous, draw
+from torch import Tensor
 
 from mtagen import Plan, Spec, plan
 from mtagen.codegen import render
 from mtagen.dropout import Dropout
 from mtagen.measure.cases import Sizes
+from mtagen.measure.inputs import Sampler
 from mtagen.ops.attention import AttentionOp, assemble
 from mtagen.runtime.load import load_host
 
@@ -128,6 +130,38 @@ def test_many_strips(name: str, folder: Path) -> None:
     op = build(folder, stages, 2**10)
     sizes = Sizes(1, heads, heads, 135, 130)
     assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes))
+
+
+def step(op: AttentionOp, sizes: Sizes, seed: int) -> list[Tensor]:
+    """Results and gradients of a call and of a decode step, with random arguments in one of two layouts."""
+    generator = torch.Generator().manual_seed(seed)
+    sampler = Sampler(op.plan.spec, sizes, torch.device("cpu"), generator, rows_outside_heads=seed % 2 == 0)
+    inputs, grad_out, q_tail = sampler.inputs(), sampler.outputs(), sampler.queries(2, decode=True)
+    leaves = [x.requires_grad_() for x in inputs.arguments]
+    weights = dict(zip(inputs.weights, leaves[3:], strict=True))
+    out, lse = op(*leaves[:3], **weights, return_lse=True)
+    made = [out, lse, *torch.autograd.grad((out, lse), leaves, (grad_out, torch.ones_like(lse)))]
+    return [*made, op.decode(q_tail, *leaves[1:3], **weights).detach()]
+
+
+@pytest.mark.parametrize(
+    ("name", "workspace_bytes", "rows"),
+    [("all stages", 2**10, 135), ("pairs of 10 heads", 2**30, 17), ("a convolution, then pairs", 2**30, 17)],
+)
+def test_recipes(name: str, workspace_bytes: int, rows: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls by recipes have the bits of calls launch by launch, with other tensors in either of two layouts."""
+    heads, stages = PIPELINES[name]
+    op = build(folder, stages, workspace_bytes)
+    module = load_host(op.plan, render(op.plan), "forward")
+    recipes = module.Recipes()
+    monkeypatch.setattr(module, "RECIPES", recipes)
+    monkeypatch.setattr(recipes, "serves", lambda x: True)
+    sizes = Sizes(2, heads, heads // 2, rows, rows)
+    with recipes.suspended():
+        expected = [step(op, sizes, seed) for seed in range(6)]
+    for seed, results in enumerate(expected):
+        assert all(torch.equal(x, y) for x, y in zip(step(op, sizes, seed), results, strict=True))
+    assert len(recipes._recipes) == 6  # of each pass, one for either layout
 
 
 # Strips of one sequence each; of some rows; and rows of which a warp has more blocks than room for them.

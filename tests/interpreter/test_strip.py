@@ -248,7 +248,7 @@ def test_a_decode_step_reads_the_window_only(monkeypatch: pytest.MonkeyPatch) ->
         for x, n in ((x, n) for one in (k, v) for x, n in zip(one, lengths.tolist(), strict=True)):
             x[:, : n - problem.q_tail.shape[2] - 20] = torch.nan
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty", noting(torch.empty, made := list[int]()))
+            patch.setattr(Tensor, "new_empty", noting(Tensor.new_empty, made := list[int]()))
             given = op.decode(problem.q_tail, k, v, **problem.inputs.weights, cache_seqlens=lengths)
         assert torch.equal(given, expected)
         sizes.append(made)

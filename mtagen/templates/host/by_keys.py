@@ -1,5 +1,7 @@
 import torch
 
+from .recipes import Call, _viewed
+
 
 def _by_keys(x: torch.Tensor, kv_heads: int, keys: int) -> torch.Tensor:
     """A plane grouped by the heads of keys: (sequences * Hkv, rows of their heads, keys)."""
@@ -7,21 +9,55 @@ def _by_keys(x: torch.Tensor, kv_heads: int, keys: int) -> torch.Tensor:
     return x.view(-1, slots * rows // kv_heads, pitch)[:, :, :keys]
 
 
-def _rows_by_keys(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+def _rows_by_keys(call: Call, name: str, x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """Rows (sequences, H, rows, dim) grouped by the heads of keys: (sequences * Hkv, rows of their heads, dim)."""
     batch, heads, rows, dim = x.shape
-    return x.reshape(batch * kv_heads, heads // kv_heads * rows, dim)
+    return call.reshaped(name, x, (batch * kv_heads, heads // kv_heads * rows, dim))
 
 
-def _by_heads(x: torch.Tensor) -> torch.Tensor:
+def _by_heads(call: Call, name: str, x: torch.Tensor) -> torch.Tensor:
     """Keys or values (sequences, Hkv, keys, dim), one head after the other."""
-    return x.reshape(-1, *x.shape[2:])
+    batch, heads, keys, dim = x.shape
+    return call.reshaped(name, x, (batch * heads, keys, dim))
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float = 1.0) -> None:
-    """total (sequences, heads, rows, dim) fp32 += factor a b, of matrices one head after the other."""
-    flat = total.flatten(0, 1)  # a view
-    if total.is_cuda and a.dtype != torch.float32:
-        torch.baddbmm(flat, a, b, alpha=factor, out_dtype=torch.float32, out=flat)
+def _add_product(
+    call: Call, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float = 1.0, adds: bool = True
+) -> None:
+    """Add factor a b to a tensor (sequences, heads, rows, dim), or store it there.
+
+    Args:
+        call: the call.
+        total: the tensor; fp32 if it is added to.
+        a, b: matrices, one after the other, whose products have the elements of `total` in its order.
+        factor: of the products.
+        adds: whether to add.
+    """
+    shape = (*a.shape[:2], b.shape[2])
+    view = _viewed(total, shape)
+    if view is not None:
+        call.run(_multiply, view, a, b, factor, adds)
+        return
+    product = call.workspace("product", shape, a.dtype)
+    call.run(_multiply, product, a, b, 1.0, False)
+    call.run(_add, total, product.view(total.shape), factor, adds)
+
+
+def _multiply(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float, adds: bool) -> None:
+    """factor a b in `total`, or added to it."""
+    if not adds and factor == 1.0:
+        torch.bmm(a, b, out=total)
+    elif not adds:
+        torch.baddbmm(total, a, b, beta=0, alpha=factor, out=total)
+    elif total.is_cuda and a.dtype != torch.float32:
+        torch.baddbmm(total, a, b, alpha=factor, out_dtype=torch.float32, out=total)
     else:
-        flat.add_(torch.bmm(a, b), alpha=factor)
+        total.add_(torch.bmm(a, b), alpha=factor)
+
+
+def _add(total: torch.Tensor, x: torch.Tensor, factor: float, adds: bool) -> None:
+    """factor x in `total`, or added to it."""
+    if adds:
+        total.add_(x, alpha=factor)
+    else:
+        torch.mul(x, factor, out=total)

@@ -3,6 +3,8 @@ from typing import NamedTuple
 
 import torch
 
+from .recipes import Call
+
 
 class Limits(NamedTuple):
     """Numbers of the plan about strips.
@@ -54,6 +56,10 @@ class Limits(NamedTuple):
         rows = min(most, max(self.min_rows, fitting))
         return sequences, rows, self.pitch(n_k, rows)
 
+    def is_whole(self, sizes: tuple[int, int, int], n_q: int, n_k: int) -> bool:
+        """Whether a strip of `sizes` has all rows and keys of its sequences."""
+        return sizes[1] >= n_q and self.keys(0, n_q, n_q, n_k) == (0, n_k)
+
     def keys_of_step(self, count: int, n_k: int) -> int:
         """The number of keys that some of the last `count` rows of a sequence of at most n_k keys see."""
         return n_k if self.left is None else min(n_k, count + self.left)
@@ -93,6 +99,7 @@ class Strip(NamedTuple):
 
 
 def _strips(
+    call: Call,
     limits: Limits,
     sizes: tuple[int, int, int],
     batch: int,
@@ -101,11 +108,11 @@ def _strips(
     n_k: int,
     planes: int,
     dtype: torch.dtype,
-    device: torch.device,
 ) -> Iterator[Strip]:
     """The strips of `sizes` that Limits.sizes returned. All have the same memory, of `planes` planes."""
     sequences, rows, pitch = sizes
-    memory = [torch.empty(sequences * n_heads * rows * pitch, dtype=dtype, device=device) for _ in range(planes)]
+    length = sequences * n_heads * rows * pitch
+    memory = [call.workspace(f"plane {number}", (length,), dtype) for number in range(planes)]
     context = limits.context
     for b0 in range(0, batch, sequences):
         b1 = min(b0 + sequences, batch)

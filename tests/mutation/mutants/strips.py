@@ -16,6 +16,30 @@ from ..mutant import (
 
 MUTANTS = (
     Mutant(
+        "recipe-whatever-the-strides",
+        f"{HOST}/recipes.py",
+        "(x.shape, x.stride(), x.data_ptr() & 15)",
+        "(x.shape, x.data_ptr() & 15)",
+        "A call reads its tensors by the strides of an earlier call's.",
+        (f"{CUDA_IN_STRIPS}::test_recipes",),
+    ),
+    Mutant(
+        "recipe-with-addresses-of-an-earlier-call",
+        f"{HOST}/recipes.py",
+        "self._pack_into(cells, 0, *addresses)",
+        "_ = cells[0] or self._pack_into(cells, 0, *addresses)",
+        "A call reads and writes the memory of an earlier call.",
+        (f"{CUDA_IN_STRIPS}::test_recipes",),
+    ),
+    Mutant(
+        "recipe-without-zeros",
+        f"{HOST}/recipes.py",
+        "if self._zeroed:",
+        "if False:",
+        "Sums begin with what memory holds.",
+        (f"{CUDA_IN_STRIPS}::test_recipes",),
+    ),
+    Mutant(
         "strip-gradient-of-lse-of-context-rows",
         f"{TRITON}/strip_rows_backward.j2",
         "minus_d = tl.where(r >= skip,",
