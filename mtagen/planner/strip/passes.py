@@ -243,6 +243,8 @@ class StripLowering:
             rule = "the strip lowering replaces only the fused backward pass of a convolution"
             raise PlanError(explain("pass", pass_name, rule, "backend='triton'"))
         check_pages(spec, "strip")
+        if spec.ranks:
+            raise PlanError(explain("dynamic_ranks", spec.dynamic_ranks, "no kernels yet", "backend='torch'"))
         pairs = ("pairs",) * (self.backend == "triton")
         check_learned(spec, "strip", ("scores", "convolved", "visible", *pairs, "parameters", "sink"))
         plan = StripPass(spec, target.name, pass_name, self.backend)
