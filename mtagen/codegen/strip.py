@@ -120,6 +120,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
             f"{stages.post_heads if name.startswith('post') else stages.heads})"
             for name, mixed in spec.mixed.items()
         }
+        | {stage.weight: f"d_{stage.weight}" for stage in stages.token_mixes}
         | {stage.weight: f"{stage.name}_partial.sum((0, 2))" for stage in stages.convolutions},
     }
 

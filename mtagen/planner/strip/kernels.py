@@ -24,8 +24,12 @@ from ..sizes import B0, B1, BATCH, COUNT, GROUP, HEADS, KEYS, KV_HEADS, N_HEADS,
 from ..targets import get_target
 from .documents import PART, TILE
 from .sequence import by_descriptor, step_keys
-from .stages import Convolution, Stages, block_of
+from .stages import Convolution, Stages, TokenMixture, block_of
 
+# Keys of a block of a mixing whose matrices depend on tokens, if 16 heads mix, and rows of a program. The backward pass
+# sums gradients of the block's factors over these rows.
+TOKEN_KEYS, TOKEN_ROWS, GRADIENT_TOKEN_ROWS = 64, 64, 128
+MAX_TOKEN_HEADS = 32  # of a group; a query's matrix and its gradient are as large as a tile of more heads
 PROGRAMS = 512  # programs per bundle in the backward pass, each with partial sums of gradients of matrices
 # Tiles of products: rows, keys, stages and warps. The first tile that fits shared memory is taken.
 PRODUCT_TILES = (
@@ -67,7 +71,7 @@ _READ_MASK = frozenset(
     (
         *("scores", "grad_shares", "convolution", "post_convolution"),
         *("convolution_adjoint", "post_convolution_adjoint"),
-        *("softmax", "post_mix", "probabilities", "post_mix_backward", "softmax_backward"),
+        *("softmax", "post_mix", "probabilities", "post_mix_backward", "softmax_backward", "mix", "mix_backward"),
     )
 )
 _KEEP_SCALE = numbers("float", "keep_scale")  # factor of probabilities that dropout keeps
@@ -103,6 +107,8 @@ class _Maker:
         yield self._product("scores", self._spec.head_dim)
         if stages.convolution:
             yield self._convolution(stages.convolution)
+        if stages.token_mix:
+            yield self._token_mix(stages.token_mix)
         yield self._rows(
             "softmax",
             ("x", "lse", "out", *self._weights(), *self._sink, *self._parameters),
@@ -112,7 +118,9 @@ class _Maker:
         )
         if stages.post_convolution:
             yield self._convolution(stages.post_convolution)
-        if stages.separate_post_mix:
+        if stages.token_post_mix:
+            yield self._token_mix(stages.token_post_mix)
+        elif stages.separate_post_mix:
             yield self._rows("post_mix", ("x", "out", "post_head_weight"), stages.post_heads, COUNT)
         if self._spec.packed:
             yield self._contraction("outputs", self._spec.value_head_dim)
@@ -129,10 +137,14 @@ class _Maker:
         yield self._product("decode_scores", spec.head_dim, rows, (*lengths, *cache))
         for stage in stages.convolutions:
             yield self._convolution(stage, "decode_", rows, (*lengths, *numbers("int32", "b0")))
+        if stages.token_mix:
+            yield self._token_mix(stages.token_mix, "decode_", lengths)
         more = (*numbers("int32", "n_q", "valid", *self._tokens), *lengths)
         tensors = ("x", "lse", "out", *self._weights(), *self._sink, *self._parameters)
         yield self._rows("decode_softmax", tensors, stages.heads, COUNT, more)
-        if stages.separate_post_mix:
+        if stages.token_post_mix:
+            yield self._token_mix(stages.token_post_mix, "decode_", lengths)
+        elif stages.separate_post_mix:
             tensors = ("x", "out", "post_head_weight")
             yield self._rows("decode_post_mix", tensors, stages.post_heads, COUNT, lengths)
         yield self._make(
@@ -164,13 +176,17 @@ class _Maker:
         yield self._product("scores", spec.head_dim)
         if stages.convolution:
             yield self._convolution(stages.convolution)
+        if stages.token_mix:
+            yield self._token_mix(stages.token_mix)
         if stages.has_gradient_product:
             yield self._product("grad_shares", spec.value_head_dim)
         valid = numbers("int32", "n_q", "valid", *self._tokens)
         if stages.post_is_separate:
             tensors = ("x", "lse", "out", *self._mix(), *self._parameters)
             yield self._rows("probabilities", tensors, stages.heads, COUNT, valid)
-        if stages.separate_post_mix:
+        if stages.token_post_mix:
+            yield self._token_mix_backward(stages.token_post_mix)
+        elif stages.separate_post_mix:
             names = ("x", "dy", "out", "post_head_weight", "partial")
             yield self._rows("post_mix_backward", names, stages.post_heads, Min(PROGRAMS, COUNT), (), programs=True)
         if stages.post_convolution:
@@ -186,6 +202,8 @@ class _Maker:
         weights = (*self._weights(), *(self._sink if stages.normalizes_again else ()), *self._parameters)
         names = ("x", "g", "lse", "grad_lse", "dx", *probabilities, *weights, *partials)
         yield self._rows("softmax_backward", names, stages.heads, Min(PROGRAMS, COUNT), valid, programs=True)
+        if stages.token_mix:
+            yield self._token_mix_backward(stages.token_mix)
         if stages.convolution:
             yield from self._adjoints(stages.convolution)
         if stages.has_scores_backward:
@@ -375,6 +393,45 @@ class _Maker:
             self._convolution_tile(stage, rows),
             warps=4 if prefix else 8,
             stages=1,
+        )
+
+    def _token_mix(self, stage: TokenMixture, prefix: str = "", more: tuple[Argument, ...] = ()) -> Kernel:
+        return self._of_tokens(f"{prefix}{stage.role}", stage, ("x", "out"), TOKEN_KEYS, TOKEN_ROWS, more)
+
+    def _token_mix_backward(self, stage: TokenMixture) -> Kernel:
+        planes = ("x", "dy", "out") if stage.final else ("x", "dy")
+        partials = ("matrix_partial", *(("key_partial",) if stage.rank else ()))
+        return self._of_tokens(f"{stage.role}_backward", stage, (*planes, *partials), TOKEN_KEYS, GRADIENT_TOKEN_ROWS)
+
+    def _of_tokens(
+        self,
+        role: str,
+        stage: TokenMixture,
+        tensors: tuple[str, ...],
+        keys: int,
+        rows: int,
+        more: tuple[Argument, ...] = (),
+    ) -> Kernel:
+        """Return a kernel of a mixing whose matrices depend on tokens: a program owns a block of keys and some rows.
+
+        Raises:
+            PlanError: a group has too many heads.
+        """
+        if stage.heads > MAX_TOKEN_HEADS:
+            rule = f"kernels mix at most {MAX_TOKEN_HEADS} heads by matrices that depend on tokens"
+            raise PlanError(explain("heads of a group", stage.heads, rule, "a smaller group, or backend='torch'"))
+        block_keys = row_keys(stage.heads, keys)
+        tensors = (*tensors, "matrices", *(("key_factors",) if stage.rank else ()))
+        given = {argument.name for argument in more}
+        numbers_of_tensors = numbers("int32", *(name for name in ("n_q", "n_k") if name not in given))
+        key0 = () if more else numbers("int32", "key0")
+        chunks = numbers("int32", "all_chunks") if "key_partial" in tensors else ()
+        dropout = tuple(x for x in self._dropout(role, *_KEEP_SCALE) if x not in key0)
+        return self._make(
+            role,
+            (*pointers(*tensors), *self._strip("n_heads", "b0"), *numbers_of_tensors, *chunks, *more, *key0, *dropout),
+            (ceiling(KEYS / block_keys) * ceiling(COUNT / rows) * bundles(stage.heads),),
+            {"HEADS": stage.heads, "BLOCK_H": block_of(stage.heads), "BLOCK_N": block_keys, "ROWS": rows},
         )
 
     def _rows(
