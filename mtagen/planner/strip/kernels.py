@@ -28,7 +28,8 @@ from .stages import Convolution, Stages, TokenMixture, block_of
 
 # Keys of a block of a mixing whose matrices depend on tokens, if 16 heads mix, and rows of a program. The backward pass
 # sums gradients of the block's factors over these rows.
-TOKEN_KEYS, TOKEN_ROWS, GRADIENT_TOKEN_ROWS = 64, 64, 128
+TOKEN_KEYS, TOKEN_ROWS, GRADIENT_TOKEN_ROWS = 32, 64, 128
+TOKEN_WARPS = 2  # with four, products would be of warpgroups, which pay for larger ones
 MAX_TOKEN_HEADS = 32  # of a group; a query's matrix and its gradient are as large as a tile of more heads
 PROGRAMS = 512  # programs per bundle in the backward pass, each with partial sums of gradients of matrices
 # Tiles of products: rows, keys, stages and warps. The first tile that fits shared memory is taken.
@@ -396,10 +397,10 @@ class _Maker:
         )
 
     def _token_mix(self, stage: TokenMixture, prefix: str = "", more: tuple[Argument, ...] = ()) -> Kernel:
-        return self._of_tokens(f"{prefix}{stage.role}", stage, ("x", "out"), TOKEN_KEYS, TOKEN_ROWS, more)
+        return self._of_tokens(f"{prefix}{stage.role}", stage, ("x", "out", "matrices"), TOKEN_KEYS, TOKEN_ROWS, more)
 
     def _token_mix_backward(self, stage: TokenMixture) -> Kernel:
-        planes = ("x", "dy", "out") if stage.final else ("x", "dy")
+        planes = ("x", "dy", "adjoints", *(("out", "matrices") if stage.final else ()))
         partials = ("matrix_partial", *(("key_partial",) if stage.rank else ()))
         return self._of_tokens(f"{stage.role}_backward", stage, (*planes, *partials), TOKEN_KEYS, GRADIENT_TOKEN_ROWS)
 
@@ -421,7 +422,7 @@ class _Maker:
             rule = f"kernels mix at most {MAX_TOKEN_HEADS} heads by matrices that depend on tokens"
             raise PlanError(explain("heads of a group", stage.heads, rule, "a smaller group, or backend='torch'"))
         block_keys = row_keys(stage.heads, keys)
-        tensors = (*tensors, "matrices", *(("key_factors",) if stage.rank else ()))
+        tensors = (*tensors, *(("key_factors",) if stage.rank else ()))
         given = {argument.name for argument in more}
         numbers_of_tensors = numbers("int32", *(name for name in ("n_q", "n_k") if name not in given))
         key0 = () if more else numbers("int32", "key0")
@@ -432,6 +433,7 @@ class _Maker:
             (*pointers(*tensors), *self._strip("n_heads", "b0"), *numbers_of_tensors, *chunks, *more, *key0, *dropout),
             (ceiling(KEYS / block_keys) * ceiling(COUNT / rows) * bundles(stage.heads),),
             {"HEADS": stage.heads, "BLOCK_H": block_of(stage.heads), "BLOCK_N": block_keys, "ROWS": rows},
+            warps=TOKEN_WARPS,
         )
 
     def _rows(

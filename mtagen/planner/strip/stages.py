@@ -133,8 +133,13 @@ class TokenMixture:
         return "post_matrices" if self.final else "matrices"
 
     @property
+    def adjoints(self) -> str:
+        """The host's name of the same matrices in the dtype of gradients."""
+        return "post_adjoints" if self.final else "adjoints"
+
+    @property
     def values(self) -> Mapping[str, str]:
-        """The host's names of the tensors that kernels read, by the names of kernels' arguments."""
+        """The host's names of the tensors that kernels of forward passes read, by the names of kernels' arguments."""
         return {"matrices": self.matrices} | ({"key_factors": self.key_factors} if self.rank else {})
 
     @property
@@ -144,9 +149,10 @@ class TokenMixture:
 
     @property
     def gradient_values(self) -> Mapping[str, str]:
-        """The same with the sums that kernels of gradients add to."""
-        sums = {"key_partial": f"d_{self.key_factors}", "all_chunks": self.chunks} if self.rank else {}
-        return {**self.values, **sums}
+        """The host's names of the tensors of kernels of gradients, and of the sums that they add to."""
+        keys = {"key_factors": self.key_factors, "key_partial": f"d_{self.key_factors}", "all_chunks": self.chunks}
+        matrices = {"matrices": self.matrices} if self.final else {}
+        return {"adjoints": self.adjoints, **matrices, **(keys if self.rank else {})}
 
 
 @dataclass(frozen=True)
@@ -366,8 +372,7 @@ class Stages:
 
     @property
     def matrix_partials(self) -> Mapping[str, int]:
-        """Names of the partial sums of gradients of matrices that all tokens share, each with the heads of its bundles.
-        """
+        """Names of the partial sums of gradients of matrices that all tokens share, each with the heads of its bundles."""
         partials = {"mix_partial": self.heads} if self.mix else {}
         shared = self.post_mix is not None and self.token_post_mix is None
         return partials | ({"post_mix_partial": self.post_heads} if shared else {})

@@ -3,9 +3,7 @@
 import torch
 
 
-def _matrices_of_queries(
-    weight: torch.Tensor, factors: torch.Tensor | None, batch: int, n_q: int
-) -> torch.Tensor:
+def _matrices_of_queries(weight: torch.Tensor, factors: torch.Tensor | None, batch: int, n_q: int) -> torch.Tensor:
     """The matrices (B, H/m, Nq, m, m) of queries: the weight (H/m, m, m), and what factors (B, H, Nq, 2 R + 1) add."""
     groups, heads, _ = weight.shape
     if factors is None:
