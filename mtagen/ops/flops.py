@@ -5,8 +5,9 @@ matrix products, a backward pass five, because it computes the scores again. Sco
 mask hides count in full.
 
 The other stages are counted as in the mathematics. In a forward pass, a convolution takes one
-multiply-add per tap and score, a mixing one per head of a group and score, and 2 R + 1 for each token
-that adds a matrix of rank R to it. A backward pass takes twice as many, for the gradients of the stage's input and of its weight.
+multiply-add per tap and score, a mixing one per head of a group and score, and 2 R + 1 for each
+token that adds a matrix of rank R to it. A backward pass takes twice as many, for the gradients of
+the stage's input and of its weight.
 
 The counts depend on shapes alone, and on where packed documents begin. Where the latter is not
 known, as in tracing, every document counts as if it were the longest. The flop of a plan's kernels

@@ -372,7 +372,7 @@ class Stages:
 
     @property
     def matrix_partials(self) -> Mapping[str, int]:
-        """Names of the partial sums of gradients of matrices that all tokens share, each with the heads of its bundles."""
+        """Names of the partial sums of gradients of matrices that all tokens share, with the heads of their bundles."""
         partials = {"mix_partial": self.heads} if self.mix else {}
         shared = self.post_mix is not None and self.token_post_mix is None
         return partials | ({"post_mix_partial": self.post_heads} if shared else {})
