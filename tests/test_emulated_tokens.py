@@ -77,6 +77,11 @@ class Tokens:
             y = y + gate[..., 0][:, :, :, None] * x
         return y.flatten(0, 2)
 
+    def derived(self, dy: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of the operands of the mixture."""
+        leaves = [x.clone().requires_grad_() for x in operands]
+        return torch.autograd.grad(self.mixed(*leaves), leaves if self.stage.rank else leaves[:2], dy)
+
     def run(self, role: str, folder: Path, seed: int = 0, *, checked: bool = False, **more: Any) -> None:
         """Run the kernel of a role."""
         source = source_of(self.spec, role)
@@ -133,7 +138,7 @@ def gradients(tokens: Tokens, folder: Path, seed: int = 0, *, checked: bool = Fa
     made = {
         "dy": planes(tokens.dy.where(tokens.seen, torch.nan), dtype, tokens.spec, strip),
         "out": x.view(dtype) if tokens.stage.final else empty(dtype, tokens.spec, strip),
-        "matrix_partial": torch.zeros(blocks, strip.sequences, tokens.groups, strip.count, 16, 16),
+        "matrix_parts": torch.zeros(blocks, strip.sequences, tokens.groups, strip.count, 16, 16),
         "key_partial": torch.ones(tokens.sequences, strip.heads, chunks, tokens.n_k, tokens.stage.width),
     }
     role = f"{tokens.stage.role}_backward"
@@ -151,17 +156,12 @@ def test_gradients(spec: Spec, folder: Path) -> None:
         if tokens.stage.final:
             tokens.assert_mixed(made["out"], spec.dtype)
 
-        def derived(dy: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-            leaves = [x.clone().requires_grad_() for x in values]
-            used = leaves if tokens.stage.rank else leaves[:2]
-            return torch.autograd.grad(tokens.mixed(*leaves), used, dy)  # noqa: B023
-
-        exact = derived(tokens.dy, *operands)
-        terms = derived(tokens.dy.abs(), *(x.abs() for x in operands))
+        exact = tokens.derived(tokens.dy, *operands)
+        terms = tokens.derived(tokens.dy.abs(), *(x.abs() for x in operands))
         dx = made["dy"][:, :, : strip.keys]
         dx = dx if tokens.stage.final else dx.where(tokens.seen, 0)
         assert_close(dx, exact[0] * tokens.seen, terms[0], spec.dtype)
-        assert_close(made["matrix_partial"].sum(0), exact[1], terms[1], "bf16")
+        assert_close(made["matrix_parts"].sum(0), exact[1], terms[1], "bf16")
         if not tokens.stage.rank:
             continue
         sums = made["key_partial"].double() - 1
@@ -178,5 +178,5 @@ def test_no_races(name: str, folder: Path) -> None:
         tokens = Tokens(SPECS[name], strip)
         assert torch.equal(tokens.mix(folder, seed, checked=True)[:, 5:, :60], tokens.mix(folder)[:, 5:, :60])
         results = [gradients(tokens, folder, seed, checked=True), gradients(tokens, folder)]
-        for part in ("matrix_partial", "key_partial"):
+        for part in ("matrix_parts", "key_partial"):
             assert torch.equal(*(result[part] for result in results))

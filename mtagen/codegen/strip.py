@@ -116,11 +116,10 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "moved_products": f" + {unseen}" if stages.products_place_keys else "",
         "aligned": partial(aligned, 16 // spec.itemsize),
         "gradients": {
-            name: f"_matrices({'post_' if name.startswith('post') else ''}mix_partial, n_heads, {mixed}, "
-            f"{stages.post_heads if name.startswith('post') else stages.heads})"
+            name: f"_matrices({partial}, n_heads, {mixed}, {stages.matrix_partials[partial]})"
             for name, mixed in spec.mixed.items()
+            for partial in ("post_mix_partial" if name.startswith("post") else "mix_partial",)
         }
-        | {stage.weight: f"d_{stage.weight}" for stage in stages.token_mixes}
         | {stage.weight: f"{stage.name}_partial.sum((0, 2))" for stage in stages.convolutions},
     }
 

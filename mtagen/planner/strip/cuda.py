@@ -55,9 +55,9 @@ def _candidates(spec: Spec, target: str, kernels: Iterable[Kernel]) -> Iterator[
         yield from plane_kernels(spec, target, stage, result)
         yield StepKernel(spec, target, stage, result)
     yield ValuesKernel(spec, target)
-    for stage in stages.token_mixes:
-        roles = (f"{DECODE}{stage.role}", stage.role, f"{stage.role}_backward")
-        yield from (TokenKernel(spec, target, stage, kernel) for kernel in kernels if kernel.role in roles)
+    for mixing in stages.token_mixes:
+        roles = (f"{DECODE}{mixing.role}", mixing.role, f"{mixing.role}_backward")
+        yield from (TokenKernel(spec, target, mixing, kernel) for kernel in kernels if kernel.role in roles)
     row_kernels = (kernel for kernel in kernels if kernel.role in rows.ROLES)
     yield from (RowKernel(spec, target, kernel) for kernel in row_kernels if not _lacks_function(stages, kernel.role))
 

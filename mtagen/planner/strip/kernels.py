@@ -73,6 +73,7 @@ _READ_MASK = frozenset(
         *("scores", "grad_shares", "convolution", "post_convolution"),
         *("convolution_adjoint", "post_convolution_adjoint"),
         *("softmax", "post_mix", "probabilities", "post_mix_backward", "softmax_backward", "mix", "mix_backward"),
+        *("mix_matrices_backward", "post_mix_matrices_backward"),
     )
 )
 _KEEP_SCALE = numbers("float", "keep_scale")  # factor of probabilities that dropout keeps
@@ -105,6 +106,7 @@ class _Maker:
 
     def forward(self) -> Iterator[Kernel]:
         stages = self._stages
+        yield from map(self._matrices, stages.token_mixes)
         yield self._product("scores", self._spec.head_dim)
         if stages.convolution:
             yield self._convolution(stages.convolution)
@@ -135,6 +137,7 @@ class _Maker:
         stages, spec = self._stages, self._spec
         lengths, rows = (*pointers("seqlens"), *step_keys(spec)), decode_rows(spec)
         cache = Cache.of(spec).triton_arguments
+        yield from map(self._matrices, stages.token_mixes)
         yield self._product("decode_scores", spec.head_dim, rows, (*lengths, *cache))
         for stage in stages.convolutions:
             yield self._convolution(stage, "decode_", rows, (*lengths, *numbers("int32", "b0")))
@@ -174,6 +177,7 @@ class _Maker:
 
     def backward(self) -> Iterator[Kernel]:
         stages, spec = self._stages, self._spec
+        yield from map(self._matrices, stages.token_mixes)
         yield self._product("scores", spec.head_dim)
         if stages.convolution:
             yield self._convolution(stages.convolution)
@@ -186,7 +190,7 @@ class _Maker:
             tensors = ("x", "lse", "out", *self._mix(), *self._parameters)
             yield self._rows("probabilities", tensors, stages.heads, COUNT, valid)
         if stages.token_post_mix:
-            yield self._token_mix_backward(stages.token_post_mix)
+            yield from self._token_mix_backward(stages.token_post_mix)
         elif stages.separate_post_mix:
             names = ("x", "dy", "out", "post_head_weight", "partial")
             yield self._rows("post_mix_backward", names, stages.post_heads, Min(PROGRAMS, COUNT), (), programs=True)
@@ -204,7 +208,7 @@ class _Maker:
         names = ("x", "g", "lse", "grad_lse", "dx", *probabilities, *weights, *partials)
         yield self._rows("softmax_backward", names, stages.heads, Min(PROGRAMS, COUNT), valid, programs=True)
         if stages.token_mix:
-            yield self._token_mix_backward(stages.token_mix)
+            yield from self._token_mix_backward(stages.token_mix)
         if stages.convolution:
             yield from self._adjoints(stages.convolution)
         if stages.has_scores_backward:
@@ -399,10 +403,33 @@ class _Maker:
     def _token_mix(self, stage: TokenMixture, prefix: str = "", more: tuple[Argument, ...] = ()) -> Kernel:
         return self._of_tokens(f"{prefix}{stage.role}", stage, ("x", "out", "matrices"), TOKEN_KEYS, TOKEN_ROWS, more)
 
-    def _token_mix_backward(self, stage: TokenMixture) -> Kernel:
+    def _token_mix_backward(self, stage: TokenMixture) -> Iterator[Kernel]:
         planes = ("x", "dy", "adjoints", *(("out", "matrices") if stage.final else ()))
-        partials = ("matrix_partial", *(("key_partial",) if stage.rank else ()))
-        return self._of_tokens(f"{stage.role}_backward", stage, (*planes, *partials), TOKEN_KEYS, GRADIENT_TOKEN_ROWS)
+        partials = ("matrix_parts", *(("key_partial",) if stage.rank else ()))
+        role = f"{stage.role}_backward"
+        yield self._of_tokens(role, stage, (*planes, *partials), TOKEN_KEYS, GRADIENT_TOKEN_ROWS)
+        factors = ("query_factors", "d_query_factors") if stage.query_rank else ()
+        yield self._make(
+            f"{stage.role}_matrices_backward",
+            (
+                *pointers("matrix_parts", *factors, "partial"),
+                *self._strip("n_heads", "b0", "n_q", "block_keys"),
+            ),
+            (Min(PROGRAMS, COUNT) * bundles(stage.heads),),
+            {"HEADS": stage.heads, "BLOCK_H": block_of(stage.heads), "PROGRAMS": PROGRAMS},
+            warps=1,
+        )
+
+    def _matrices(self, stage: TokenMixture) -> Kernel:
+        """Return the kernel that adds the matrices of queries to the weight."""
+        factors = ("query_factors",) if stage.query_rank else ()
+        return self._make(
+            f"{stage.role}_matrices",
+            (*pointers("weight", *factors, "out"), *numbers("int32", "n_q", "n_heads")),
+            (N_Q * BATCH * ceiling(N_HEADS / stage.heads),),
+            {"HEADS": stage.heads, "BLOCK_H": block_of(stage.heads)},
+            warps=1,
+        )
 
     def _of_tokens(
         self,

@@ -105,7 +105,7 @@ class TokenMixture:
         query_factors, key_factors: names of the factors.
         heads: number of heads of a group.
         rank: rank of a key's matrix; 0 if keys have none.
-        has_queries: whether queries have matrices.
+        query_rank: rank of a query's matrix; 0 if queries have none.
         final: whether it follows the softmax. Its results are multiplied by values, so hidden results must be zeros.
         scale: factor of the scores or probabilities in the plane that it mixes.
         factor: factor of the results.
@@ -117,7 +117,7 @@ class TokenMixture:
     key_factors: str
     heads: int
     rank: int
-    has_queries: bool
+    query_rank: int
     final: bool
     scale: float
     factor: float
@@ -126,6 +126,16 @@ class TokenMixture:
     def width(self) -> int:
         """Number of factors that a key has for each head."""
         return 2 * self.rank + 1 if self.rank else 0
+
+    @property
+    def query_width(self) -> int:
+        """Number of factors that a query has for each head."""
+        return 2 * self.query_rank + 1 if self.query_rank else 0
+
+    @property
+    def partial(self) -> str:
+        """The host's name of the partial sums of the gradient of the weight."""
+        return f"{self.role}_partial"
 
     @property
     def matrices(self) -> str:
@@ -143,6 +153,11 @@ class TokenMixture:
         return {"matrices": self.matrices} | ({"key_factors": self.key_factors} if self.rank else {})
 
     @property
+    def key_partial(self) -> str:
+        """The host's name of the sums of the gradients of keys' factors over chunks of rows."""
+        return f"{self.role}_key_partial"
+
+    @property
     def chunks(self) -> str:
         """The host's name of the number of chunks of rows over which programs sum gradients of keys' factors."""
         return f"{self.role}_chunks"
@@ -150,7 +165,7 @@ class TokenMixture:
     @property
     def gradient_values(self) -> Mapping[str, str]:
         """The host's names of the tensors of kernels of gradients, and of the sums that they add to."""
-        keys = {"key_factors": self.key_factors, "key_partial": f"d_{self.key_factors}", "all_chunks": self.chunks}
+        keys = {"key_factors": self.key_factors, "key_partial": self.key_partial, "all_chunks": self.chunks}
         matrices = {"matrices": self.matrices} if self.final else {}
         return {"adjoints": self.adjoints, **matrices, **(keys if self.rank else {})}
 
@@ -209,7 +224,7 @@ class Stages:
             return None
         rank_q, rank_k = self.spec.dynamic_ranks
         names, heads = ("head_weight", "query_factors", "key_factors"), self.spec.mixed_heads
-        return TokenMixture("mix", *names, heads, rank_k, rank_q > 0, False, SCORE_SCALE, 1.0)
+        return TokenMixture("mix", *names, heads, rank_k, rank_q, False, SCORE_SCALE, 1.0)
 
     @property
     def token_post_mix(self) -> TokenMixture | None:
@@ -219,7 +234,7 @@ class Stages:
         rank_q, rank_k = self.spec.post_dynamic_ranks
         names, heads = ("post_head_weight", "post_query_factors", "post_key_factors"), self.spec.post_mixed_heads
         scales = PROBABILITY_SCALE, 1 / PROBABILITY_SCALE
-        return TokenMixture("post_mix", *names, heads, rank_k, rank_q > 0, True, *scales)
+        return TokenMixture("post_mix", *names, heads, rank_k, rank_q, True, *scales)
 
     @property
     def token_mixes(self) -> tuple[TokenMixture, ...]:
@@ -372,10 +387,10 @@ class Stages:
 
     @property
     def matrix_partials(self) -> Mapping[str, int]:
-        """Names of the partial sums of gradients of matrices that all tokens share, with the heads of their bundles."""
+        """Names of the partial sums of matrices' gradients, each with the heads of its bundles."""
         partials = {"mix_partial": self.heads} if self.mix else {}
-        shared = self.post_mix is not None and self.token_post_mix is None
-        return partials | ({"post_mix_partial": self.post_heads} if shared else {})
+        partials |= {"post_mix_partial": self.post_heads} if self.post_mix else {}
+        return partials | {stage.partial: stage.heads for stage in self.token_mixes}
 
 
 def _aligned(keys: int) -> int:

@@ -135,7 +135,7 @@ class TokenKernel(StripSource):
             return number
         if name in ("out", "dy"):
             (pointer,) = writes("Element" if self.backward or self.stage.final else "Score", name, restrict=False)
-        elif name.endswith("partial"):
+        elif name.endswith(("parts", "partial")):
             (pointer,) = writes("float", name)
         else:
             types = {"x": "Score", "matrices": "Score", "adjoints": "Element", "seqlens": "int"}
@@ -156,7 +156,7 @@ class TokenKernel(StripSource):
     def legend(self) -> Iterator[str]:
         rank, width = self.stage.rank, self.stage.width
         yield f"A mixing {'after' if self.stage.final else 'before'} the softmax whose matrices depend on tokens."
-        yield "Planes [slot, r, j] have slots of heads, rows r and keys j. For the heads of a group, with a matrix M for"
+        yield "Planes [slot, r, j] have slots of heads, rows r and keys j. For the heads of a group, with a matrix M of"
         yield "each row" + (f", and factors a_0 .. a_{width - 1} of each key:" if rank else ":")
         terms = "".join(f" + a_{rank + f} <a_{f}, x>" for f in range(rank)) + f" + a_{width - 1} x" * bool(rank)
         adjoint = "".join(f" + a_{f} <a_{rank + f}, dy>" for f in range(rank)) + f" + a_{width - 1} dy" * bool(rank)
@@ -168,9 +168,10 @@ class TokenKernel(StripSource):
         if self.stage.final:
             yield "Hidden results are zeros; so are those of rows before `skip`."
         if self.backward:
-            yield "matrix_partial[block of keys, bundle, r] gets the block's part of the gradient of M. The sums over the CTA's"
-            yield "rows of the factors' gradients are added to key_partial[b, head, chunk of rows, key]."
+            yield "matrix_parts[block of keys, bundle, r] gets the block's part of the gradient of M. The sums over the"
+            yield "CTA's rows of gradients of factors are added to key_partial[b, head, chunk of rows, key]."
 
     @property
     def summary(self) -> str:
-        return f"CUDA, {self.rows} rows and {BLOCK_KEYS} keys, {WARPS} warps, rings of {self.depth} times {GROUP_ROWS} rows"
+        tile = f"{self.rows} rows and {BLOCK_KEYS} keys"
+        return f"CUDA, {tile}, {WARPS} warps, rings of {self.depth} times {GROUP_ROWS} rows"
