@@ -277,9 +277,9 @@ class Spec:
         mixing = name.replace("dynamic_ranks", "mixed_heads")
         if getattr(self, mixing) is None:
             raise SpecError(explain(name, given, f"needs {mixing}, whose matrices it adds to", f"{mixing}=16, or None"))
-        for others, rule in (("packed", "packed documents are"), ("page_size", "pages are")):
-            if getattr(self, others):
-                rule = f"{rule} not supported with mixings that depend on tokens"
+        for option, what in (("packed", "packed documents"), ("page_size", "pages")):
+            if getattr(self, option):
+                rule = f"mixings that depend on tokens do not support {what}"
                 raise SpecError(explain(name, given, rule, "None, or calls and decode steps of batches"))
         return ranks
 

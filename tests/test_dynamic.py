@@ -234,8 +234,8 @@ def test_copies_of_a_layer() -> None:
         ({"dynamic_ranks": (5, 1)}, r"0\.\.4"),
         ({"dynamic_ranks": (1, 1), "mixed_heads": None}, "needs mixed_heads"),
         ({"post_dynamic_ranks": (1, 1), "post_mixed_heads": None}, "needs post_mixed_heads"),
-        ({"dynamic_ranks": (1, 1), "packed": True}, "packed documents are not supported"),
-        ({"dynamic_ranks": (1, 1), "page_size": 16}, "pages are not supported"),
+        ({"dynamic_ranks": (1, 1), "packed": True}, "do not support packed documents"),
+        ({"dynamic_ranks": (1, 1), "page_size": 16}, "do not support pages"),
     ],
 )
 def test_specs_are_refused(options: dict[str, Any], message: str) -> None:
@@ -262,7 +262,7 @@ def test_calls_are_refused() -> None:
     lengths = torch.tensor([0, 5], dtype=torch.int32)
     rows = (named[name][0].transpose(0, 1).contiguous() for name in "qkv")
     weights = {name: named[name] for name in ("head_weight", "post_head_weight")}
-    with pytest.raises(SpecError, match="packed documents are not supported"):
+    with pytest.raises(SpecError, match="do not support packed documents"):
         op.varlen(*rows, **weights, cu_seq_q=lengths, cu_seq_k=lengths, max_q=5, max_k=5)
 
 

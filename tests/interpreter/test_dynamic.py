@@ -22,15 +22,23 @@ from mtagen.ops.attention import AttentionOp, assemble
 pytestmark = pytest.mark.usefixtures("memory_starts_as_nan")
 
 EVERYTHING: dict[str, Any] = {
-    **{"kernel": (3, 4), "mixed_heads": 4, "post_kernel": (2, 5), "post_mixed_heads": 2},
-    **{"dynamic_ranks": (2, 1), "post_dynamic_ranks": (1, 2)},
+    "kernel": (3, 4),
+    "mixed_heads": 4,
+    "post_kernel": (2, 5),
+    "post_mixed_heads": 2,
+    "dynamic_ranks": (2, 1),
+    "post_dynamic_ranks": (1, 2),
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "before": {"kernel": None, "mixed_heads": 4, "dynamic_ranks": (1, 2)},
     "after": {"kernel": None, "post_mixed_heads": 3, "post_dynamic_ranks": (0, 1), "causal": False},
     "queries alone, then all heads": {
-        **{"kernel": None, "mixed_heads": 2, "dynamic_ranks": (2, 0), "post_mixed_heads": 6, "sink": True},
-        **{"logits": "s - abs(i - j) / 16"},
+        "kernel": None,
+        "mixed_heads": 2,
+        "dynamic_ranks": (2, 0),
+        "post_mixed_heads": 6,
+        "sink": True,
+        "logits": "s - abs(i - j) / 16",
     },
     "all stages in a window": EVERYTHING | {"window": (9, 3), "causal": False, "mask": "output"},
     "all stages, a mask in tables": EVERYTHING | {"visible": "(j < 4) | (i - j < 11)"},
@@ -111,7 +119,7 @@ def test_gradients_are_reproducible() -> None:
 
 def test_what_kernels_lack_is_refused() -> None:
     before: dict[str, Any] = {"kernel": None, "mixed_heads": 4, "dynamic_ranks": (1, 1)}
-    with pytest.raises(PlanError, match="convolved.*depends on tokens"):
+    with pytest.raises(PlanError, match=r"convolved.*depends on tokens"):
         planned(before | {"convolved": "tanh(s)"})
     with pytest.raises(PlanError, match="at most 32 heads"):
         planned(before | {"mixed_heads": 33})
