@@ -12,7 +12,7 @@ import pytest
 from emulator import needs_compiler
 
 FOLDER = Path(__file__).parent / "interpreter"
-NEED_A_COMPILER = ("test_cuda_strip.py", "test_hidden_cuda_strip.py")
+NEED_A_COMPILER = ("test_cuda_strip.py", "test_dynamic.py", "test_hidden_cuda_strip.py")
 FILES = [
     pytest.param(path.name, marks=[needs_compiler] if path.name in NEED_A_COMPILER else [])
     for path in sorted(FOLDER.glob("test_*.py"))

@@ -26,10 +26,10 @@ from .documents import PART, TILE
 from .sequence import by_descriptor, step_keys
 from .stages import Convolution, Stages, TokenMixture, block_of
 
-# Keys of a block of a mixing whose matrices depend on tokens, if 16 heads mix, and rows of a program. The backward pass
-# sums gradients of the block's factors over these rows.
-TOKEN_KEYS, TOKEN_ROWS, GRADIENT_TOKEN_ROWS = 32, 64, 128
-TOKEN_WARPS = 2  # with four, products would be of warpgroups, which pay for larger ones
+# Keys of a block of a mixing whose matrices depend on tokens, if 16 heads mix: fewer where factors of a high rank, and
+# the sums of their gradients, take registers. Rows of a program, over which the backward pass sums those gradients.
+TOKEN_KEYS, FEW_TOKEN_KEYS, LOW_RANK = 64, 32, 2
+TOKEN_ROWS, GRADIENT_TOKEN_ROWS = 64, 128
 MAX_TOKEN_HEADS = 32  # of a group; a query's matrix and its gradient are as large as a tile of more heads
 PROGRAMS = 512  # programs per bundle in the backward pass, each with partial sums of gradients of matrices
 # Tiles of products: rows, keys, stages and warps. The first tile that fits shared memory is taken.
@@ -401,13 +401,13 @@ class _Maker:
         )
 
     def _token_mix(self, stage: TokenMixture, prefix: str = "", more: tuple[Argument, ...] = ()) -> Kernel:
-        return self._of_tokens(f"{prefix}{stage.role}", stage, ("x", "out", "matrices"), TOKEN_KEYS, TOKEN_ROWS, more)
+        return self._of_tokens(f"{prefix}{stage.role}", stage, ("x", "out", "matrices"), TOKEN_ROWS, more)
 
     def _token_mix_backward(self, stage: TokenMixture) -> Iterator[Kernel]:
         planes = ("x", "dy", "adjoints", *(("out", "matrices") if stage.final else ()))
         partials = ("matrix_parts", *(("key_partial",) if stage.rank else ()))
         role = f"{stage.role}_backward"
-        yield self._of_tokens(role, stage, (*planes, *partials), TOKEN_KEYS, GRADIENT_TOKEN_ROWS)
+        yield self._of_tokens(role, stage, (*planes, *partials), GRADIENT_TOKEN_ROWS)
         factors = ("query_factors", "d_query_factors") if stage.query_rank else ()
         yield self._make(
             f"{stage.role}_matrices_backward",
@@ -436,7 +436,6 @@ class _Maker:
         role: str,
         stage: TokenMixture,
         tensors: tuple[str, ...],
-        keys: int,
         rows: int,
         more: tuple[Argument, ...] = (),
     ) -> Kernel:
@@ -448,6 +447,7 @@ class _Maker:
         if stage.heads > MAX_TOKEN_HEADS:
             rule = f"kernels mix at most {MAX_TOKEN_HEADS} heads by matrices that depend on tokens"
             raise PlanError(explain("heads of a group", stage.heads, rule, "a smaller group, or backend='torch'"))
+        keys = TOKEN_KEYS if stage.rank <= LOW_RANK and self._spec.dtype != "fp32" else FEW_TOKEN_KEYS
         block_keys = row_keys(stage.heads, keys)
         tensors = (*tensors, *(("key_factors",) if stage.rank else ()))
         given = {argument.name for argument in more}
@@ -460,7 +460,7 @@ class _Maker:
             (*pointers(*tensors), *self._strip("n_heads", "b0"), *numbers_of_tensors, *chunks, *more, *key0, *dropout),
             (ceiling(KEYS / block_keys) * ceiling(COUNT / rows) * bundles(stage.heads),),
             {"HEADS": stage.heads, "BLOCK_H": block_of(stage.heads), "BLOCK_N": block_keys, "ROWS": rows},
-            warps=TOKEN_WARPS,
+            warps=keys // 16,
         )
 
     def _rows(
