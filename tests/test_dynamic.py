@@ -10,18 +10,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typer.testing import CliRunner
 
 import mtagen
 from mtagen import InputError, SpecError
 from mtagen.check import failures
+from mtagen.cli import app
 from mtagen.cpu import pipeline
 from mtagen.measure.cases import Sizes
 from mtagen.nn import MultiTokenAttention
+from mtagen.nn.tensor_parallel import check_heads
 from mtagen.spec import FACTORS, Spec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 F64, DIM = torch.float64, 16
+MIXED = ("--mixed-heads", "16")
 BOTH: dict[str, Any] = {"kernel": None, "mixed_heads": 4, "post_mixed_heads": 4}
 VARIANTS: dict[str, dict[str, Any]] = {
     "before": {"kernel": None, "mixed_heads": 4, "dynamic_ranks": (2, 1)},
@@ -143,8 +147,9 @@ def dcmha(x: Tensor, weights: Mapping[str, Tensor], heads: int, ranks: tuple[int
 
     def token_weights(side: str) -> tuple[Tensor, Tensor, Tensor]:
         rank = ranks["key" in side]
-        both = F.gelu(x @ weights[f"{side}.hidden.weight"].T) @ weights[f"{side}.factors.weight"].T
-        first, second = both.view(len(x), 2, rank, heads).unbind(1)
+        hidden = F.gelu(x @ weights[f"{side}.hidden.weight"].T)
+        halves = (hidden @ weights[f"{side}.{name}.weight"].T for name in ("inner", "outer"))
+        first, second = (half.view(len(x), rank, heads) for half in halves)
         first = first / (first.square().mean(-1, keepdim=True) + 1e-6).sqrt()
         return first, second, torch.tanh(x @ weights[f"{side}.gates.weight"].T)
 
@@ -197,8 +202,8 @@ def test_layer_begins_as_one_without() -> None:
     layer(x).square().sum().backward()
     for part in (layer.query_mixing, layer.key_mixing, layer.post_query_mixing, layer.post_key_mixing):
         assert part.gates.weight.grad.count_nonzero()
-        assert part.factors.weight.grad.count_nonzero()
-    layer.reset_parameters()
+        assert part.outer.weight.grad.count_nonzero()
+    randomised(layer).reset_parameters()
     assert not layer.query_mixing.gates.weight.count_nonzero()
 
 
@@ -266,8 +271,20 @@ def test_calls_are_refused() -> None:
         op.varlen(*rows, **weights, cu_seq_q=lengths, cu_seq_k=lengths, max_q=5, max_k=5)
 
 
+def test_command_line() -> None:
+    made = CliRunner().invoke(
+        app, ["plan", "--kernel", "none", "--head-dim", "64", *MIXED, "--dynamic-ranks", "2", "1"]
+    )
+    assert not made.exit_code
+    assert "matrices of rank 2 of queries and 1 of keys" in " ".join(made.output.split())
+    made = CliRunner().invoke(app, ["plan", "--kernel", "none", "--head-dim", "64", "--dynamic-ranks", "2", "1"])
+    assert made.exit_code == 2
+
+
 def test_layers_refuse() -> None:
     layer = make_layer()
+    with pytest.raises(SpecError, match="dynamic_ranks.*all heads on each rank"):
+        check_heads(layer, 2)
     with pytest.raises(InputError, match="packed documents are not supported"):
         layer(torch.zeros(5, 64, dtype=F64), cu_seqlens=torch.tensor([0, 5], dtype=torch.int32))
     with pytest.raises(SpecError, match="mixed_heads"):

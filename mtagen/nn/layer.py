@@ -136,7 +136,8 @@ class MultiTokenAttention(nn.Module):
             without ranks.
 
     Raises:
-        InputError: ``context_parallel`` is neither a group nor a mesh of one dimension.
+        InputError: ``context_parallel`` is neither a group nor a mesh of one dimension, or ranks cannot share
+            the op.
         SpecError: an argument is not legal.
         PlanError: this machine's target has no plan of the stages; the message names the limit.
         BackendError: the backend cannot be used here.
@@ -210,10 +211,6 @@ class MultiTokenAttention(nn.Module):
             if dropout > 0:
                 rule = "dropout is not supported where ranks share a sequence"
                 raise SpecError(explain("dropout", dropout, rule, "0, or context_parallel=None"))
-            for name in ("dynamic_ranks", "post_dynamic_ranks"):
-                if arguments[name] is not None:
-                    rule = "mixings that depend on tokens are not supported where ranks share a sequence"
-                    raise SpecError(explain(name, arguments[name], rule, "None, or context_parallel=None"))
             from ..distributed import ContextParallel  # some builds of torch lack torch.distributed
 
             self.context_parallel = ContextParallel(self.op, context_parallel)

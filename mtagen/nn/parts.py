@@ -79,15 +79,15 @@ class TokenMixing(nn.Module):
     """What tokens add to the matrices that mix heads, as in DCMHA (Xiao et al., arXiv 2405.08553).
 
     A token's vector x adds the matrix sum over r of b_r a_r^T, and the diagonal of tanh(gates x), to the matrix of
-    each group of heads. The a_r and b_r are the vectors of a group in ``factors`` gelu(``hidden`` x), and each a_r is
-    divided by the root of its mean square. Initially the second half of ``factors``, which makes the b_r, and the
-    gates are 0, so that tokens add nothing.
+    each group of heads. The a_r are the vectors of a group in inner gelu(hidden x), each divided by the root of its
+    mean square, and the b_r those in outer gelu(hidden x). Initially ``outer`` and ``gates`` are 0, so that tokens add
+    nothing.
 
-    =============================  ==========================================================================
-    ``hidden.weight``              (4 H, dim)
-    ``factors.weight``             (2 R H, 4 H): the rows of a group of m heads are [a or b, r, head]
-    ``gates.weight``               (H, dim)
-    =============================  ==========================================================================
+    ==================================  =====================================================
+    ``hidden.weight``                   (4 H, dim)
+    ``inner.weight``, ``outer.weight``  (R H, 4 H): the rows of a group of heads are [r, head]
+    ``gates.weight``                    (H, dim)
+    ==================================  =====================================================
 
     Args:
         dim: elements of a token's vector.
@@ -110,22 +110,23 @@ class TokenMixing(nn.Module):
         self.group, self.rank = group, rank
         made: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         self.hidden = nn.Linear(dim, _HIDDEN * heads, **made)
-        self.factors = nn.Linear(_HIDDEN * heads, 2 * rank * heads, **made)
+        self.inner = nn.Linear(_HIDDEN * heads, rank * heads, **made)
+        self.outer = nn.Linear(_HIDDEN * heads, rank * heads, **made)
         self.gates = nn.Linear(dim, heads, **made)
         self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise ``hidden``, and what makes the a_r, like ``torch.nn.Linear``; other weights are 0."""
+        """Initialise ``hidden`` and ``inner`` like ``torch.nn.Linear``, and ``outer`` and ``gates`` to 0."""
         self.hidden.reset_parameters()
-        self.factors.reset_parameters()
+        self.inner.reset_parameters()
+        nn.init.zeros_(self.outer.weight)
         nn.init.zeros_(self.gates.weight)
-        self.factors.weight.view(-1, 2, self.rank * self.group, self.factors.in_features)[:, 1] = 0
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the factors ``(..., H, 2 R + 1)`` of tokens ``(..., dim)``, as the op takes them."""
-        factors: Tensor = self.factors(F.gelu(self.hidden(x)))
-        inner, outer = torch.unflatten(factors, -1, (-1, 2, self.rank, self.group)).unbind(-3)
+        hidden = F.gelu(self.hidden(x))
+        by_group = -1, self.rank, self.group
+        inner, outer = (torch.unflatten(part(hidden), -1, by_group) for part in (self.inner, self.outer))
         wide = inner.to(torch.promote_types(inner.dtype, torch.float32))
         inner = F.rms_norm(wide, (self.group,), eps=_FACTOR_EPSILON).to(inner.dtype)
         gates = torch.unflatten(torch.tanh(self.gates(x)), -1, (-1, 1, self.group))
