@@ -31,7 +31,7 @@ EVERYTHING: dict[str, Any] = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "before": {"kernel": None, "mixed_heads": 4, "dynamic_ranks": (1, 2)},
-    "after": {"kernel": None, "post_mixed_heads": 3, "post_dynamic_ranks": (0, 1), "causal": False},
+    "after": {"kernel": None, "post_mixed_heads": 3, "post_dynamic_ranks": (0, 1)},
     "queries alone, then all heads": {
         "kernel": None,
         "mixed_heads": 2,
@@ -39,6 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "post_mixed_heads": 6,
         "sink": True,
         "logits": "s - abs(i - j) / 16",
+        "causal": False,
     },
     "all stages in a window": EVERYTHING | {"window": (9, 3), "causal": False, "mask": "output"},
     "all stages, a mask in tables": EVERYTHING | {"visible": "(j < 4) | (i - j < 11)"},
