@@ -15,15 +15,8 @@ from ..errors import InputError, explain
 from ..ops.attention import AttentionOp
 from ..spec import MAX_NEW_TOKENS, Spec, as_int
 
-_TENSORS = (
-    "keys",
-    "values",
-    "queries",
-    "key_factors",
-    "query_factors",
-    "lengths",
-    "floors",
-)  # fields with an entry for each sequence
+# Fields with an entry for each sequence
+_TENSORS = ("keys", "values", "queries", "key_factors", "query_factors", "lengths", "floors")
 
 
 @dataclass(eq=False)

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from ..distributed import ContextParallel
 
 
-_TOKEN_MIXINGS = {
-    name: name.replace("factors", "mixing") for name in FACTORS
-}  # argument of the op -> part of the layer
+# The op's factors of mixings that depend on tokens -> the part of the layer that makes them
+_TOKEN_MIXINGS = {name: name.replace("factors", "mixing") for name in FACTORS}
 
 
 class MultiTokenAttention(nn.Module):
