@@ -26,12 +26,12 @@ MUTANTS = (
         (f"{INTERPRETED}::test_triton",),
     ),
     Mutant(
-        "tokens-products-read-hidden-rows",
+        "tokens-adjoints-read-hidden-rows",
         f"{TRITON}/strip_tokens.j2",
         '{{ hidden_rows("dy", "out") }}',
         "",
-        "Products multiply what planes hold in rows that see no key of a block.",
-        (f"{INTERPRETED}::test_triton",),
+        "A convolution's adjoint reads gradients of rows that see no key of a block.",
+        (f"{INTERPRETED}::test_triton_in_strips_of_some_rows",),
     ),
     Mutant(
         "cuda-tokens-hidden-keys-in-gradients-of-matrices",
