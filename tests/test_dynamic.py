@@ -223,6 +223,26 @@ def test_generation_with_a_cache(options: dict[str, Any]) -> None:
     torch.testing.assert_close(torch.cat(outs, 1), expected, rtol=1e-10, atol=1e-10)
 
 
+@torch.no_grad()
+def test_a_language_model_generates() -> None:
+    """The tokens of whole sequences, from a cache that grows; padded batches are refused."""
+    transformers = pytest.importorskip("transformers")
+    from mtagen.transformers import MtaConfig, MtaForCausalLM
+
+    sizes = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    stages = {"kernel": None, "mixed_heads": 4, "post_mixed_heads": 4, "dynamic_ranks": (1, 2)}
+    config = MtaConfig(**sizes, num_attention_heads=4, **stages, post_dynamic_ranks=(2, 1))
+    transformers.set_seed(0)
+    model = MtaForCausalLM(config).double().eval()
+    for parameter in model.parameters():
+        parameter.normal_(std=0.2)
+    prompt = torch.randint(1, 40, (2, 5))
+    generated = [model.generate(prompt, max_new_tokens=9, do_sample=False, use_cache=use) for use in (True, False)]
+    assert torch.equal(*generated)
+    with pytest.raises(InputError, match="packed documents are not supported"):
+        model(prompt, attention_mask=torch.tensor([[0, 1, 1, 1, 1], [1] * 5]))
+
+
 def test_copies_of_a_layer() -> None:
     layer, x = randomised(make_layer()), torch.randn(1, 5, 64, dtype=F64)
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
