@@ -182,8 +182,9 @@ def check_learned(
     q: Tensor,
     sink: Tensor | None,
     parameters: Mapping[str, Tensor] | None,
+    factors: Mapping[str, Tensor] | None = None,
 ) -> list[Tensor]:
-    """Check the sink and the parameters of expressions, and return them in order.
+    """Check the factors of mixings, the sink and the parameters of expressions, and return them in order.
 
     Args:
         arguments: ``Spec.learned_arguments``, or those with packed documents.
@@ -191,6 +192,7 @@ def check_learned(
         q: the queries, for their device and dtype.
         sink: as it was passed.
         parameters: as they were passed.
+        factors: those that were passed, by name.
 
     Raises:
         InputError: a tensor is missing, was not asked for, or has another shape, dtype or device.
@@ -201,12 +203,13 @@ def check_learned(
         rule = "a parameter of pairs of tokens has no entries for queries before the first key"
         raise InputError(explain("q.shape", tuple(q.shape), rule, "no more queries than keys"))
     given = {f"parameters[{name!r}]": x for name, x in (parameters or {}).items()}
-    given |= {} if sink is None else {SINK.name: sink}
-    described = {x.name if x.role == "sinks" else f"parameters[{x.name!r}]": x for x in arguments}
+    given |= ({} if sink is None else {SINK.name: sink}) | {**(factors or {})}
+    described = {f"parameters[{x.name!r}]" if x.role == "parameters" else x.name: x for x in arguments}
     for name in given:
         if name not in described:
             rule = "this op was built without it"
-            legal = ", ".join(described) or "None, or mtagen.build(..., sink=True) or (..., parameters={...})"
+            options = "sink=True), (..., parameters={...}) or (..., dynamic_ranks=...)"
+            legal = ", ".join(described) or f"None, or mtagen.build(..., {options}"
             raise InputError(explain(name, type(given[name]).__name__, rule, legal))
     checked = []
     for name, argument in described.items():

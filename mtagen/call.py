@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from .dropout import Dropout
-from .spec import PARAMETER_SLOTS, WEIGHTS
+from .spec import FACTORS, PARAMETER_SLOTS, WEIGHTS
 
-# The differentiable fields, which come first: q, k, v, the weights, the sink and the parameters of expressions.
-INPUTS = 3 + len(WEIGHTS) + 1 + len(PARAMETER_SLOTS)
-NO_LEARNED = (None,) * (1 + len(PARAMETER_SLOTS))  # the sink and the parameters of an op without them
+# The differentiable fields, which come first: q, k, v, the weights, the factors of mixings, the sink and the parameters
+# of expressions.
+INPUTS = 3 + len(WEIGHTS) + len(FACTORS) + 1 + len(PARAMETER_SLOTS)
+NO_LEARNED = (None,) * (INPUTS - 3 - len(WEIGHTS))  # the factors, the sink and the parameters of an op without them
 Length: TypeAlias = Annotated[int, "SymInt"]  # an int that may be a symbol of torch.compile
 SCHEMA_TYPES: dict[Any, str] = {
     Tensor: "Tensor",
@@ -86,6 +87,8 @@ class Call(NamedTuple):
             describes the other tensors.
         weight, head_weight, post_weight, post_head_weight: the weights of the op's stages; None
             for stages that the op lacks.
+        query_factors, key_factors, post_query_factors, post_key_factors: the factors of mixings that depend on
+            tokens; None for those that the op lacks.
         sink, parameter0, ..., parameter7: the sink, and the parameters of expressions in the order
             of ``Spec.parameters``; None for those that the op lacks.
         scale: factor of q k^T.
@@ -105,6 +108,10 @@ class Call(NamedTuple):
     head_weight: Tensor | None
     post_weight: Tensor | None
     post_head_weight: Tensor | None
+    query_factors: Tensor | None
+    key_factors: Tensor | None
+    post_query_factors: Tensor | None
+    post_key_factors: Tensor | None
     sink: Tensor | None
     parameter0: Tensor | None
     parameter1: Tensor | None
@@ -131,7 +138,7 @@ class Call(NamedTuple):
 
     @property
     def learned(self) -> list[Tensor]:
-        """The sink and the parameters of expressions, in the order of ``Spec.learned_arguments``."""
+        """The factors, the sink and the parameters, in the order of ``Spec.learned_arguments``."""
         fields: tuple[Any, ...] = self
         return _given(*fields[_LEARNED])
 
@@ -165,8 +172,9 @@ class Step(NamedTuple):
             the new ones.
         k_cache: (B, Hkv, N, D); with a block_table (pages, Hkv, size, D).
         v_cache: (B, Hkv, N, DV); with a block_table (pages, Hkv, size, DV).
-        weight, head_weight, post_weight, post_head_weight, sink, parameter0, ..., parameter7: as in
-            :class:`Call`.
+        weight, head_weight, post_weight, post_head_weight, query_factors, key_factors, post_query_factors,
+            post_key_factors, sink, parameter0, ..., parameter7: as in :class:`Call`. Query factors have the rows of
+            ``q_tail``, and key factors those of ``k_cache``.
         cache_seqlens: (B,) int32, the number of keys in use of each entry; None means all N.
         scale: factor of q k^T.
         num_splits: number of parts into which kernels split the keys; 0 means as planned.
@@ -183,6 +191,10 @@ class Step(NamedTuple):
     head_weight: Tensor | None
     post_weight: Tensor | None
     post_head_weight: Tensor | None
+    query_factors: Tensor | None
+    key_factors: Tensor | None
+    post_query_factors: Tensor | None
+    post_key_factors: Tensor | None
     sink: Tensor | None
     parameter0: Tensor | None
     parameter1: Tensor | None
@@ -211,7 +223,7 @@ class Step(NamedTuple):
 
     @property
     def learned(self) -> list[Tensor]:
-        """The sink and the parameters of expressions, in the order of ``Spec.learned_arguments``."""
+        """The factors, the sink and the parameters, in the order of ``Spec.learned_arguments``."""
         fields: tuple[Any, ...] = self
         return _given(*fields[_LEARNED])
 

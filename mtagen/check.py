@@ -74,7 +74,8 @@ def check(op: Op, spec: Spec, device: torch.device, sizes: Sequence[Sizes] = SIZ
         enough = _with_enough_entries(spec, requested)
         sampler = Sampler.for_checks(spec, enough, device)
         inputs, grad_out, new_tokens = sampler.inputs(), sampler.outputs(), min(2, requested.nk)
-        to_decode = replace(inputs, q=sampler.queries(new_tokens, decode=True))
+        factors = sampler.query_factors(new_tokens, decode=True)
+        to_decode = replace(inputs, q=sampler.queries(new_tokens, decode=True), weights={**inputs.weights, **factors})
         # With TF32, eager convolutions in fp32 would err too much to judge others by.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             judged = _judge_packed if spec.packed else _judge_batch
@@ -148,7 +149,8 @@ def _with_enough_entries(spec: Spec, sizes: Sizes) -> Sizes:
     times = math.lcm(*(mixed // math.gcd(mixed, sizes.heads) for mixed in spec.mixed.values()))
     heads = times * sizes.heads
     entries = [math.prod(shape) for shape in spec.weights(heads).values()]
-    extents = {"B": sizes.batch, "documents": sizes.batch, "H": heads, "Nk": sizes.nk, "total_k": sizes.nk}
+    extents = {"B": sizes.batch, "documents": sizes.batch, "H": heads, "Nq": sizes.nq, "Nk": sizes.nk}
+    extents["total_k"] = sizes.nk
     sums = [math.prod(x.extents(extents)) for x in spec.learned_arguments if "H" in x.shape]
     of_sums = _MIN_SUMS / min(sums, default=_MIN_SUMS)
     times *= math.ceil(max(of_sums, _MIN_ENTRIES / min(entries, default=_MIN_ENTRIES)))

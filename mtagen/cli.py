@@ -111,6 +111,20 @@ def _spec(
         int | None,
         typer.Option(help="Size of the groups of heads that are mixed after the softmax.", show_default="no mixing"),
     ] = None,
+    dynamic_ranks: Annotated[
+        tuple[int, int] | None,
+        typer.Option(
+            help="Ranks of the matrices that each query and each key add to the mixing before the softmax.",
+            show_default="no such matrices",
+        ),
+    ] = None,
+    post_dynamic_ranks: Annotated[
+        tuple[int, int] | None,
+        typer.Option(
+            help="The same for the mixing after the softmax.",
+            show_default="no such matrices",
+        ),
+    ] = None,
     window: Annotated[
         tuple[int, int],
         typer.Option(help="Number of keys that a query sees before and after its own position; -1: all."),

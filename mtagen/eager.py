@@ -20,7 +20,7 @@ from .evaluate import Bounds, evaluate
 from .expressions.functions import functions_of
 from .expressions.language import ENTRY, HEAD, KEY, POSITION, SCORE
 from .expressions.places import axes_in
-from .spec import EXPRESSIONS, HEAD_DIMS, Expression, KeyPadding, Mask, Spec
+from .spec import EXPRESSIONS, FACTORS, HEAD_DIMS, Expression, KeyPadding, Mask, Spec
 
 
 def reference(
@@ -32,6 +32,10 @@ def reference(
     head_weight: Tensor | None = None,
     post_weight: Tensor | None = None,
     post_head_weight: Tensor | None = None,
+    query_factors: Tensor | None = None,
+    key_factors: Tensor | None = None,
+    post_query_factors: Tensor | None = None,
+    post_key_factors: Tensor | None = None,
     causal: bool = True,
     window: tuple[int, int] = (-1, -1),
     key_padding: KeyPadding = "both",
@@ -72,6 +76,11 @@ def reference(
             differ.
         post_head_weight: matrices that mix the heads after the softmax, like ``head_weight``; its m
             may differ.
+        query_factors: ``[B, H, Nq, 2 R + 1]``, R = 1..4: what each query adds to ``head_weight``. With ``a =
+            query_factors[b, :, i]``, entry [out head g, in head h] gets the sum over r < R of ``a[g, R + r] *
+            a[h, r]`` if both heads are of one group, and ``a[g, 2 R]`` if g = h. In fp32 or ``q.dtype``.
+        key_factors: ``[B, H, Nk, 2 R + 1]``: the same of each key; its R may differ.
+        post_query_factors, post_key_factors: the same for ``post_head_weight``.
         causal: query i sees keys ``j <= i + Nk - Nq`` only.
         window: ``(left, right)``: query i sees keys ``i + Nk - Nq - left <= j <= i + Nk - Nq + right`` only, as
             FlashAttention defines it; -1 is no limit.
@@ -108,10 +117,11 @@ def reference(
     """
     given = {"weight": weight, "head_weight": head_weight, "post_weight": post_weight}
     given |= {"post_head_weight": post_head_weight}
+    factors = dict(zip(FACTORS, (query_factors, key_factors, post_query_factors, post_key_factors), strict=True))
     learned = {**(parameters or {})}
     expressions = {"scores": scores, "convolved": convolved, "logits": logits}
     rules = {"causal": causal, "window": window, "visible": visible, "key_padding": key_padding, "mask": mask}
-    spec = _check(q, k, v, given, learned, sink, **expressions, **rules)
+    spec = _check(q, k, v, given, factors, learned, sink, **expressions, **rules)
     _check_dropout(dropout_p, dropout_mask, (*q.shape[:3], k.shape[2]), q.device)
     scale = resolve_scale(scale, q.shape[-1])
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -147,14 +157,15 @@ def reference(
         key_padding,
         mask,
     )
-    s = _mix(applied("convolved", s, forbidden), head_weight).masked_fill(forbidden, -torch.inf)
+    s = _mix(applied("convolved", s, forbidden), head_weight, query_factors, key_factors)
+    s = s.masked_fill(forbidden, -torch.inf)
     s = applied("logits", s, forbidden)
     if sink is not None:
         s = torch.cat([s, sink.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)], -1)
     p = s.softmax(-1)[..., :nk].masked_fill(forbidden, 0)  # the fill clears the NaN of rows that see no key
     if post_weight is not None:
         p = _convolve(p, post_weight, forbidden, key_padding, mask).masked_fill(forbidden, 0)
-    p = _mix(p, post_head_weight)
+    p = _mix(p, post_head_weight, post_query_factors, post_key_factors)
     if dropout_mask is not None:
         p = p * dropout_mask / (1 - dropout_p)
     out = p @ v
@@ -174,6 +185,7 @@ def _check(
     k: Tensor,
     v: Tensor,
     weights: Mapping[str, Tensor | None],
+    factors: Mapping[str, Tensor | None],
     learned: Mapping[str, Tensor],
     sink: Tensor | None,
     **rules: Any,
@@ -186,19 +198,23 @@ def _check(
     """
     tensors = (("q", q), ("k", k), ("v", v))
     given = {name: weight for name, weight in weights.items() if weight is not None}
-    check_dense((*tensors, *given.items(), *learned.items()))
+    of_tokens = {name: x for name, x in factors.items() if x is not None}
+    check_dense((*tensors, *given.items(), *of_tokens.items(), *learned.items()))
     for name, weight in given.items():
         if weight.ndim < 2:
             rule, legal = "must have at least two dimensions", "filters (H, cq, ck), or matrices (H/m, m, m)"
             raise InputError(explain(f"{name}.shape", tuple(weight.shape), rule, legal))
     groups = {name: x.shape[-1] for name, x in given.items() if name.endswith("head_weight")}
     kernels = {name: (x.shape[-2], x.shape[-1]) for name, x in given.items() if name not in groups}
+    query, key, post_query, post_key = (_rank(name, factors[name]) for name in FACTORS)
     spec = Spec(
         kernel=kernels.get("weight"),
         head_dim=HEAD_DIMS[0],  # any legal head dim, because the reference does not limit q's
         mixed_heads=groups.get("head_weight"),
         post_kernel=kernels.get("post_weight"),
         post_mixed_heads=groups.get("post_head_weight"),
+        dynamic_ranks=(query, key) if query or key else None,
+        post_dynamic_ranks=(post_query, post_key) if post_query or post_key else None,
         sink=sink is not None,
         parameters=_axes(learned, {name: rules[name] for name in (*EXPRESSIONS, "visible")}),
         **rules,
@@ -210,9 +226,25 @@ def _check(
     for name, weight in given.items():
         m = groups.get(name)
         shaped_weight(tensors[0], name, weight, m, (heads // m, m, m) if m else (heads, *kernels[name]))
-    if spec.sink or learned:  # torch.compile cannot trace the first use of a cached property
-        check_learned(spec.learned_arguments, {"B": q.shape[0], "H": heads, "Nk": k.shape[2]}, q, sink, learned)
+    if spec.sink or learned or of_tokens:  # torch.compile cannot trace the first use of a cached property
+        sizes = {"B": q.shape[0], "H": heads, "Nq": q.shape[2], "Nk": k.shape[2]}
+        check_learned(spec.learned_arguments, sizes, q, sink, learned, of_tokens)
     return spec
+
+
+def _rank(name: str, factors: Tensor | None) -> int:
+    """Return the rank R of factors, whose last axis has 2 R + 1 entries; 0 without factors.
+
+    Raises:
+        InputError: there is no such R.
+    """
+    if factors is None:
+        return 0
+    entries = factors.shape[-1] if factors.ndim else 0
+    if entries % 2 == 0 or entries < 3:
+        rule = "the last axis must hold two factors of each rank and a gate"
+        raise InputError(explain(f"{name}.shape", tuple(factors.shape), rule, "2 R + 1 entries of R = 1, 2, ..."))
+    return entries // 2
 
 
 def _axes(parameters: Mapping[str, Tensor], expressions: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -240,13 +272,22 @@ def _check_dropout(p: float, mask: Tensor | None, shape: tuple[int, ...], device
         raise InputError(explain("dropout_mask", got, rule, f"shape {shape}, torch.bool, {device}"))
 
 
-def _mix(x: Tensor, weight: Tensor | None) -> Tensor:
-    """Mix the heads of each group by the group's matrix."""
+def _mix(x: Tensor, weight: Tensor | None, query_factors: Tensor | None, key_factors: Tensor | None) -> Tensor:
+    """Mix the heads of each group by the group's matrix, and by those of queries and keys."""
     if weight is None:
         return x
     weight = weight.to(x.dtype).reshape(-1, *weight.shape[-2:])
     grouped = torch.unflatten(x, 1, weight.shape[:2])
-    return torch.einsum("goi,bgirc->bgorc", weight, grouped).flatten(1, 2)
+    mixed = torch.einsum("goi,bgirc->bgorc", weight, grouped)
+    for factors, token in ((query_factors, "r"), (key_factors, "c")):
+        if factors is not None:
+            rank = factors.shape[-1] // 2
+            of_group = torch.unflatten(factors.to(x.dtype), 1, weight.shape[:2])
+            inner, outer, gate = torch.split(of_group, [rank, rank, 1], -1)
+            summed = torch.einsum(f"bgi{token}f,bgirc->bgfrc", inner, grouped)
+            mixed = mixed + torch.einsum(f"bgo{token}f,bgfrc->bgorc", outer, summed)
+            mixed = mixed + torch.einsum(f"bgo{token}f,bgorc->bgorc", gate, grouped)
+    return mixed.flatten(1, 2)
 
 
 def _convolve(x: Tensor, weight: Tensor | None, forbidden: Tensor, key_padding: str, mask: str) -> Tensor:

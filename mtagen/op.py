@@ -28,6 +28,8 @@ def build(
     mixed_heads: int | None = None,
     post_kernel: tuple[int, int] | None = None,
     post_mixed_heads: int | None = None,
+    dynamic_ranks: tuple[int, int] | None = None,
+    post_dynamic_ranks: tuple[int, int] | None = None,
     window: tuple[int, int] = (-1, -1),
     scores: Expression | None = None,
     convolved: Expression | None = None,
@@ -67,6 +69,12 @@ def build(
             mixing.
         post_kernel: extent of the convolution after the softmax; default no convolution.
         post_mixed_heads: as ``mixed_heads``, after the softmax.
+        dynamic_ranks: ``(rank_q, rank_k)``, 0..4 each: adds to the matrices of ``mixed_heads`` a matrix for
+            each query and one for each key, of these ranks and a diagonal, as DCMHA (arXiv 2405.08553)
+            does. Each call passes ``query_factors`` and ``key_factors``; rank 0 leaves one out. For
+            batches and decode steps, not for ``varlen`` and ``paged``. Default neither.
+        post_dynamic_ranks: as ``dynamic_ranks``, for ``post_mixed_heads``; calls pass
+            ``post_query_factors`` and ``post_key_factors``.
         window: ``(left, right)``: query i sees keys from i + Nk - Nq - left to i + Nk - Nq + right; -1 is no limit.
         scores: replaces the input of the first convolution by an expression in s, the scaled score:
             a text such as ``50 * tanh(s / 50)``, or a function such as

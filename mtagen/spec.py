@@ -24,6 +24,7 @@ MASKS: tuple[Mask, ...] = get_args(Mask)
 Expression: TypeAlias = str | Callable[..., Any]  # a text, or a function of symbols, of mtagen.expressions
 MAX_NEW_TOKENS = 8  # queries of one decode step
 MAX_MIXED_HEADS = 64  # heads of one mixed group
+MAX_RANK = 4  # of the matrix that a token adds to a mixing
 DROPOUT_GROUP = 16  # keys that share one draw of random numbers in dropout
 # The weight of each stage -> the option that builds the stage, in the order in which the stages are applied.
 STAGES = {
@@ -33,6 +34,14 @@ STAGES = {
     "post_head_weight": "post_mixed_heads",
 }
 WEIGHTS = tuple(STAGES)
+# The factors of mixings that depend on tokens -> the option that builds the mixing, and which rank of it they have.
+FACTORS = {
+    "query_factors": ("dynamic_ranks", 0),
+    "key_factors": ("dynamic_ranks", 1),
+    "post_query_factors": ("post_dynamic_ranks", 0),
+    "post_key_factors": ("post_dynamic_ranks", 1),
+}
+KEY_FACTORS = tuple(name for name, (_, token) in FACTORS.items() if token)
 EXPRESSIONS = ("scores", "convolved", "logits")  # the functions of scores, in the order in which they are applied
 # Arguments of registered ops for the parameters of expressions, in the order of the option ``parameters``.
 PARAMETER_SLOTS = tuple(f"parameter{n}" for n in range(8))
@@ -42,6 +51,7 @@ Role: TypeAlias = Literal[
     "values",
     "filters",
     "mixtures",
+    "factors",
     "sinks",
     "parameters",
     "tables",
@@ -57,10 +67,11 @@ class Argument(NamedTuple):
 
     Attributes:
         name: its name in calls.
-        role: what the op does with it: ``filters`` convolve, ``mixtures`` mix heads, ``sinks`` are
-            logits without values, ``parameters`` are read by expressions, ``tables`` tell kernels
-            which keys each query sees, ``boundaries`` say where packed documents begin, ``lengths``
-            how many keys of a cache are in use, ``pages`` where keys lie.
+        role: what the op does with it: ``filters`` convolve, ``mixtures`` mix heads, ``factors`` make
+            a mixing depend on tokens, ``sinks`` are logits without values, ``parameters`` are read
+            by expressions, ``tables`` tell kernels which keys each query sees, ``boundaries`` say
+            where packed documents begin, ``lengths`` how many keys of a cache are in use, ``pages``
+            where keys lie.
         shape: its extents: numbers, and symbols such as ``B`` or ``H``, which are equal in all
             tensors of a call. ``H/4`` is a quarter of ``H``, and ``ceil(Nk/64)`` is rounded up.
         dtypes: the dtypes that it may have; ``q`` is that of the queries.
@@ -155,6 +166,11 @@ class Spec:
             1..64; ``None`` for no mixing.
         post_kernel: extent of the convolution after the softmax; ``None`` for no convolution.
         post_mixed_heads: the same as ``mixed_heads``, after the softmax.
+        dynamic_ranks: ``(rank_q, rank_k)``, 0..4 each: the matrix that mixes the heads before the softmax is the
+            sum of the op's weight and of a matrix for each query and one for each key, of these ranks and a
+            diagonal. 0 leaves the query's or the key's matrix out; ``None`` leaves out both. It needs
+            ``mixed_heads``, and a batch.
+        post_dynamic_ranks: the same as ``dynamic_ranks``, for ``post_mixed_heads``.
         window: ``(left, right)``, as FlashAttention defines it: query i sees keys ``i + Nk - Nq -
             left <= j <= i + Nk - Nq + right`` only; -1 is no limit. ``causal`` makes ``right`` 0.
             Fields are normalised so that equal masks are equal fields: where ``right`` is 0,
@@ -196,6 +212,8 @@ class Spec:
     mixed_heads: int | None = None
     post_kernel: tuple[int, int] | None = None
     post_mixed_heads: int | None = None
+    dynamic_ranks: tuple[int, int] | None = None
+    post_dynamic_ranks: tuple[int, int] | None = None
     window: tuple[int, int] = (-1, -1)
     scores: str | None = None
     convolved: str | None = None
@@ -216,6 +234,8 @@ class Spec:
             if given is not None and not (heads is not None and 1 <= heads <= MAX_MIXED_HEADS):
                 raise SpecError(explain(name, given, "must be a number of heads", f"1..{MAX_MIXED_HEADS}, or None"))
             object.__setattr__(self, name, heads)
+        for name in ("dynamic_ranks", "post_dynamic_ranks"):
+            object.__setattr__(self, name, self._ranks(name, getattr(self, name)))
         if self.value_head_dim is None:
             object.__setattr__(self, "value_head_dim", self.head_dim)
         for name in ("head_dim", "value_head_dim"):
@@ -241,6 +261,27 @@ class Spec:
             self._normalise_expressions()
         else:
             object.__setattr__(self, "parameters", ())
+
+    def _ranks(self, name: str, given: Any) -> tuple[int, int] | None:
+        """Return the ranks of a mixing's dynamic part after checking them.
+
+        Raises:
+            SpecError: they are no ranks, or the spec has no such mixing, packed documents or pages.
+        """
+        if given is None:
+            return None
+        ranks = _pair(given)
+        if ranks is None or not all(0 <= rank <= MAX_RANK for rank in ranks) or not any(ranks):
+            rule, legal = "must be a pair of ints (rank_q, rank_k)", f"0..{MAX_RANK} each, not both 0; or None"
+            raise SpecError(explain(name, given, rule, legal))
+        mixing = name.replace("dynamic_ranks", "mixed_heads")
+        if getattr(self, mixing) is None:
+            raise SpecError(explain(name, given, f"needs {mixing}, whose matrices it adds to", f"{mixing}=16, or None"))
+        for option, what in (("packed", "packed documents"), ("page_size", "pages")):
+            if getattr(self, option):
+                rule = f"mixings that depend on tokens do not support {what}"
+                raise SpecError(explain(name, given, rule, "None, or calls and decode steps of batches"))
+        return ranks
 
     def _normalise_expressions(self) -> None:
         """Replace expressions by canonical texts, each at the first place that computes the same."""
@@ -337,6 +378,12 @@ class Spec:
         return {name: heads for name, heads in groups.items() if heads}
 
     @cached_property
+    def ranks(self) -> dict[str, int]:
+        """Ranks of the factors that the op takes, by their names."""
+        given = {name: (getattr(self, option) or (0, 0))[token] for name, (option, token) in FACTORS.items()}
+        return {name: rank for name, rank in given.items() if rank}
+
+    @cached_property
     def kernels(self) -> dict[str, tuple[int, int]]:
         """Extents (cq, ck) of each convolution, by the name of its weight."""
         kernels = {"weight": self.kernel, "post_weight": self.post_kernel}
@@ -371,14 +418,27 @@ class Spec:
 
     @cached_property
     def learned_arguments(self) -> tuple[Argument, ...]:
-        """The sink and the parameters that the op takes. Parameters of the mask are integers."""
+        """The factors, the sink and the parameters that the op takes. Parameters of the mask are integers."""
         described = (_parameter_argument(*pair, self.packed) for pair in self.parameters)
         masks, checked = self.mask_parameters, self.checked_parameters
-        return (SINK,) * self.sink + tuple(
-            x._replace(dtypes=CHECKED_INTEGERS if x.name in checked else INTEGERS, differentiable=False)
-            if x.name in masks
-            else x
-            for x in described
+        return (
+            self.factor_arguments
+            + (SINK,) * self.sink
+            + tuple(
+                x._replace(dtypes=CHECKED_INTEGERS if x.name in checked else INTEGERS, differentiable=False)
+                if x.name in masks
+                else x
+                for x in described
+            )
+        )
+
+    @cached_property
+    def factor_arguments(self) -> tuple[Argument, ...]:
+        """The factors that the op takes, in the order of ``FACTORS``."""
+        tokens = ("Nq", "Nk")
+        return tuple(
+            Argument(name, "factors", ("B", "H", tokens[FACTORS[name][1]], 2 * rank + 1), ("fp32", "q"))
+            for name, rank in self.ranks.items()
         )
 
     @cached_property
@@ -498,7 +558,11 @@ class Spec:
 # without.
 OPTIONS = tuple(name for name in Spec.__dataclass_fields__ if name not in ("packed", "dropout", "page_size"))
 # Options that mtagen.reference takes: it sees the stages and sizes in its tensors.
-_IN_TENSORS = (*STAGES.values(), "parameters", "sink", "head_dim", "value_head_dim", "dtype")
+_IN_TENSORS = (
+    *STAGES.values(),
+    *dict.fromkeys(option for option, _ in FACTORS.values()),
+    *("parameters", "sink", "head_dim", "value_head_dim", "dtype"),
+)
 RULES = tuple(name for name in OPTIONS if name not in _IN_TENSORS)
 
 

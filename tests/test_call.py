@@ -14,13 +14,16 @@ from mtagen.call import INPUTS, Call, Step, fields_of, schema_of
 from mtagen.measure.cases import Sizes
 from mtagen.measure.inputs import Sampler
 from mtagen.ops import library
-from mtagen.spec import PARAMETER_SLOTS, WEIGHTS, Spec
+from mtagen.spec import FACTORS, PARAMETER_SLOTS, WEIGHTS, Spec
 
 STAGES: dict[str, Any] = {"kernel": (2, 3), "mixed_heads": 2, "post_kernel": (3, 1), "post_mixed_heads": 4}
 PARAMETERS = dict.fromkeys(PARAMETER_SLOTS, "h")
 READS = {"logits": " + ".join(["s", *(f"{name}[h]" for name in PARAMETER_SLOTS)]), "parameters": PARAMETERS}
 OTHERS: dict[str, Any] = {**READS, "sink": True, "packed": True, "dropout": True, "page_size": 64}
 EVERYTHING = Spec(**STAGES, head_dim=16, value_head_dim=24, dtype="fp32", **OTHERS)
+RANKS: dict[str, Any] = {"dynamic_ranks": (1, 2), "post_dynamic_ranks": (2, 1)}
+# Documents and pages have no mixings that depend on tokens.
+IN_BATCHES = replace(EVERYTHING, packed=False, page_size=None, **RANKS)
 
 
 def tensors_of(record: type[tuple[Any, ...]]) -> list[str]:
@@ -29,14 +32,16 @@ def tensors_of(record: type[tuple[Any, ...]]) -> list[str]:
 
 def test_records_have_the_tensors_of_a_spec() -> None:
     """An argument that is added to one of them is missing in the other."""
-    assert [argument.name for argument in EVERYTHING.arguments] == tensors_of(Call)
-    assert [argument.name for argument in EVERYTHING.decode_arguments] == tensors_of(Step)
+    for record, arguments in ((Call, "arguments"), (Step, "decode_arguments")):
+        taken = [[argument.name for argument in getattr(spec, arguments)] for spec in (EVERYTHING, IN_BATCHES)]
+        assert {*taken[0], *taken[1]} == {*tensors_of(record)}
+        assert all(names == [name for name in tensors_of(record) if name in names] for names in taken)
 
 
 def test_differentiable_arguments_come_first() -> None:
     """Autograd and the registered ops cut the arguments there."""
-    assert [argument.differentiable for argument in EVERYTHING.arguments] == [True] * INPUTS + [False] * 4
-    assert Call._fields[:INPUTS] == ("q", "k", "v", *WEIGHTS, "sink", *PARAMETER_SLOTS)
+    assert [argument.differentiable for argument in IN_BATCHES.arguments] == [True] * INPUTS + [False]
+    assert Call._fields[:INPUTS] == ("q", "k", "v", *WEIGHTS, *FACTORS, "sink", *PARAMETER_SLOTS)
     assert {name for name, kind in fields_of(Call).items() if kind == "Tensor"} == {"q", "k", "v"}
 
 
@@ -64,10 +69,12 @@ def test_shapes() -> None:
     shapes = {argument.name: argument.shape for argument in EVERYTHING.arguments}
     assert shapes["k"] == ("total_k", "Hkv", 16)
     assert shapes["cu_seq_q"] == ("documents + 1",)
+    shapes = {argument.name: argument.shape for argument in IN_BATCHES.arguments}
+    assert (shapes["query_factors"], shapes["post_key_factors"]) == (("B", "H", "Nq", 3), ("B", "H", "Nk", 3))
 
 
 def test_samples_have_the_described_shapes() -> None:
-    spec = replace(EVERYTHING, packed=False, dropout=False, page_size=None)
+    spec = replace(IN_BATCHES, dropout=False)
     sizes = {"B": 2, "H": 8, "Hkv": 4, "Nq": 5, "Nk": 7}
     inputs = Sampler.for_checks(spec, Sizes(*sizes.values()), torch.device("cpu")).inputs()
     described = {argument.name: argument.extents(sizes) for argument in spec.arguments}
@@ -76,7 +83,7 @@ def test_samples_have_the_described_shapes() -> None:
 
 def test_schemas() -> None:
     """They may change only with the graphs that hold calls of the ops."""
-    weights = ", ".join(f"Tensor? {name}" for name in (*WEIGHTS, "sink", *PARAMETER_SLOTS))
+    weights = ", ".join(f"Tensor? {name}" for name in (*WEIGHTS, *FACTORS, "sink", *PARAMETER_SLOTS))
     inputs = f"Tensor q, Tensor k, Tensor v, {weights}"
     options = (
         "float scale, str key, Tensor? cu_seq_q=None, Tensor? cu_seq_k=None, SymInt max_q=0, SymInt max_k=0, "

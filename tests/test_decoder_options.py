@@ -23,6 +23,8 @@ OVERRIDES: dict[str, tuple[Any, Any]] = {
     "mixed_heads": (2, 2),
     "post_kernel": ([2, 2], (2, 2)),
     "post_mixed_heads": (4, 4),
+    "dynamic_ranks": ([2, 1], (2, 1)),
+    "post_dynamic_ranks": ([0, 2], (0, 2)),
     "key_padding": ("left", "left"),
     "group_norm": (True, True),
     "depth_rescale": (True, 1),

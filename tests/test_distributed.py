@@ -183,6 +183,8 @@ def refused_expressions(group: ProcessGroup) -> None:
         ContextParallel(built({"kernel": (2, 2), "scores": "s / (j + 1)"}), group)
     with pytest.raises(InputError, match=r"visible: got .* is not supported where ranks share"):
         ContextParallel(built({"kernel": None, "visible": "j >= 3"}), group)
+    with pytest.raises(InputError, match="mixings that depend on tokens"):
+        ContextParallel(built({"kernel": None, "mixed_heads": 2, "dynamic_ranks": (1, 1)}), group)
 
 
 def test_expressions_that_are_refused(ranks: Ranks) -> None:

@@ -636,6 +636,8 @@ WRONG_VALUES = {
     "mixed_heads": NO_GROUP,
     "post_kernel": NO_KERNEL,
     "post_mixed_heads": NO_GROUP,
+    "dynamic_ranks": (*NO_KERNEL, (2, 2)),
+    "post_dynamic_ranks": (*NO_KERNEL, (2, 2)),
     "head_dim": (*NOT_A_SIZE, None),
     "value_head_dim": NOT_A_SIZE,
     "window": (*NO_KERNEL, None, (-2, 0)),

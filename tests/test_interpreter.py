@@ -13,7 +13,7 @@ from emulator import needs_compiler
 from swept import SWEPT
 
 FOLDER = Path(__file__).parent / "interpreter"
-NEED_A_COMPILER = ("test_cuda_strip.py", "test_hidden_cuda_strip.py")
+NEED_A_COMPILER = ("test_cuda_strip.py", "test_dynamic.py", "test_hidden_cuda_strip.py")
 NAMES = [path.name for path in sorted(FOLDER.glob("test_*.py"))]
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from mtagen import Spec, plan, reference
+from mtagen.eager import _mix
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -790,6 +791,40 @@ def test_pipelines(
             for whole, group in zip((dm, dn), groups, strict=True)
         ]
         assert_equal((dq, *shared, dw, grouped[0], du, grouped[1]), tuple(expected))
+
+
+def test_matrices_of_tokens() -> None:
+    """The mixture and all gradients; two groups of three heads."""
+    random = np.random.default_rng(0)
+    groups, size, rows, keys, rank, key_rank = 2, 3, 4, 5, 2, 1
+    heads = groups * size
+    c, d_mixed = (random.standard_normal((heads, rows, keys)) for _ in range(2))
+    weight = random.standard_normal((groups, size, size))
+    of_queries = random.standard_normal((heads, rows, 2 * rank + 1))
+    of_keys = random.standard_normal((heads, keys, 2 * key_rank + 1))
+    leaves = [torch.tensor(x, requires_grad=True) for x in (c, weight, of_queries, of_keys)]
+    expected = _mix(leaves[0][None], leaves[1], leaves[2][None], leaves[3][None])[0]
+    gradients = torch.autograd.grad(expected, leaves, torch.tensor(d_mixed))
+
+    same = blocks_of(np.ones((groups, size, size)))  # whether two heads are of one group
+    a, b, gate = of_queries[..., :rank], of_queries[..., rank : 2 * rank], of_queries[..., -1]
+    a_key, b_key, gate_key = of_keys[..., :key_rank], of_keys[..., key_rank : 2 * key_rank], of_keys[..., -1]
+    m_i = (
+        blocks_of(weight)[None] + np.einsum("hir,gir->ihg", b, a) * same + np.einsum("hi,hg->ihg", gate, np.eye(heads))
+    )
+    s = np.einsum("hg,gjr,gij->hrij", same, a_key, c)  # the same for all heads of a group
+    mixture = np.einsum("ihg,gij->hij", m_i, c) + np.einsum("hjr,hrij->hij", b_key, s) + gate_key[:, None] * c
+    assert_equal((mixture,), (expected.detach().numpy(),))
+
+    d_m_i = np.einsum("hij,gij->ihg", d_mixed, c) * same
+    d_a, d_b = np.einsum("ihg,hir->gir", d_m_i, b), np.einsum("ihg,gir->hir", d_m_i, a)
+    d_of_queries = np.concatenate([d_a, d_b, np.einsum("ihh->hi", d_m_i)[..., None]], -1)
+    u = np.einsum("gh,hjr,hij->grij", same, b_key, d_mixed)
+    d_a_key, d_b_key = np.einsum("gij,grij->gjr", c, u), np.einsum("hij,hrij->hjr", d_mixed, s)
+    d_of_keys = np.concatenate([d_a_key, d_b_key, np.einsum("hij,hij->hj", d_mixed, c)[..., None]], -1)
+    d_c = np.einsum("ihg,hij->gij", m_i, d_mixed) + np.einsum("gjr,grij->gij", a_key, u) + gate_key[:, None] * d_mixed
+    d_weight = np.stack([d_m_i.sum(0)[i : i + size, i : i + size] for i in range(0, heads, size)])
+    assert_equal((d_c, d_weight, d_of_queries, d_of_keys), tuple(x.numpy() for x in gradients))
 
 
 @pytest.mark.parametrize("kernels", [((3, 2), (2, 3)), ((1, 1), (4, 1)), ((2, 2), (1, 1))], ids=str)

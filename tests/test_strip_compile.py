@@ -132,6 +132,20 @@ def test_hopper_with_a_mask_in_tables(packed: bool) -> None:
     assert_fits(used, "sm_90a", HOPPER_STACK)
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_mixings_that_depend_on_tokens(target: str, log: Callable[[], str]) -> None:
+    """Factors and the sums of their gradients stay in registers."""
+    spec = Spec(head_dim=64, **MIXED, dynamic_ranks=(2, 2), post_dynamic_ranks=(2, 2))
+    used = compiled(spec, target, "strip_mix_", "strip_post_mix_")
+    assert {role.removeprefix("post_") for role in used} >= {"mix", "mix_backward", "mix_matrices"}
+    for role, usage in used.items():
+        assert usage.stack <= OLD_COMPILER_STACK, role
+    made = StripPass(spec, target, "backward", "cuda").cuda
+    sources = [made[role] for role in ("mix", "mix_backward", "post_mix_backward")]
+    for usage in assert_compile(sources, log):
+        assert usage.stack == 0
+
+
 @pytest.mark.parametrize(("head_dim", "dtype"), [(128, "fp16"), (64, "bf16")])
 def test_heads_that_are_no_power_of_two(head_dim: int, dtype: str) -> None:
     used = compiled(Spec(head_dim=head_dim, dtype=dtype, **TEN_HEADS), "sm_90a")

@@ -522,7 +522,8 @@ def _forget_compiled() -> None:
 def _by_position(function: Callable[..., Any], case: Case) -> Attention:
     """Wrap a function that takes weights and parameters by name to take them by position."""
     spec = case.spec
-    weights, parameters = [*spec.weight_names, *[SINK.name] * spec.sink], [name for name, _ in spec.parameters]
+    weights = [*spec.weight_names, *spec.ranks, *[SINK.name] * spec.sink]
+    parameters = [name for name, _ in spec.parameters]
     if weights == ["weight"] and not parameters:
         return function
 

@@ -72,17 +72,19 @@ def name_kernel(case: Case) -> str:
     and those after. The name of an expression follows.
     """
     spec = case.spec
-    before, after = (spec.kernel, spec.mixed_heads), (spec.post_kernel, spec.post_mixed_heads)
+    before = spec.kernel, spec.mixed_heads, spec.dynamic_ranks
+    after = spec.post_kernel, spec.post_mixed_heads, spec.post_dynamic_ranks
     pipeline = f"{_name_stages(*before)} | {_name_stages(*after)}"
     stages = f"{spec.cq},{spec.ck}" if spec.convolves_only else pipeline
     expression = name_expression(spec, case.sizes.heads)
     return f"{stages} {expression}" if expression else stages
 
 
-def _name_stages(kernel: tuple[int, int] | None, mixed_heads: int | None) -> str:
+def _name_stages(kernel: tuple[int, int] | None, mixed_heads: int | None, ranks: tuple[int, int] | None) -> str:
     """Return the name of the stages on one side of the softmax."""
     names = ["{},{}".format(*kernel)] if kernel else []
     names += [f"mix {mixed_heads}"] if mixed_heads else []
+    names += ["tokens {},{}".format(*ranks)] if ranks else []
     return " ".join(names) or "-"
 
 

@@ -14,8 +14,8 @@ _PARTS = {"scores": "_parts_of_scores", "convolved": "_parts_of_convolved", "log
 
 
 def learned(spec: Spec) -> Sequence[str]:
-    """Return the host's names of the sink and the parameters, in the order of calls."""
-    return (*(["sink"] if spec.sink else []), *(view.argument for view in views_of(spec)))
+    """Return the host's names of the factors, the sink and the parameters, in the order of calls."""
+    return (*spec.ranks, *(["sink"] if spec.sink else []), *(view.argument for view in views_of(spec)))
 
 
 def tables(spec: Spec, pass_name: str) -> str:

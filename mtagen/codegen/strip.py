@@ -110,6 +110,8 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         # Sums that the backward pass makes gradients of
         "partials": [
             *stages.matrix_partials,
+            *(f"d_{stage.query_factors}" for stage in stages.token_mixes if stage.query_rank),
+            *(stage.key_partial for stage in stages.token_mixes if stage.rank),
             *(f"{stage.name}_partial" for stage in stages.convolutions),
             *(f"{one.name}_partial" for one in (*of_convolved.sums, *of_logits.sums, *of_scores.sums)),
             *(["minus_dot"] if spec.sink else []),
@@ -125,9 +127,9 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "moved_products": f" + {unseen}" if stages.products_place_keys else "",
         "aligned": partial(aligned, 16 // spec.itemsize),
         "gradients": {
-            name: f"_matrices({'post_' if name.startswith('post') else ''}mix_partial, n_heads, {mixed}, "
-            f"{stages.post_heads if name.startswith('post') else stages.heads})"
+            name: f"_matrices({partial}, n_heads, {mixed}, {stages.matrix_partials[partial]})"
             for name, mixed in spec.mixed.items()
+            for partial in ("post_mix_partial" if name.startswith("post") else "mix_partial",)
         }
         | {stage.weight: f"{stage.name}_partial.sum((0, 2))" for stage in stages.convolutions},
     }

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,9 @@ from torch.nn import grad
 from ..call import Call, Step
 from ..dropout import Dropout
 from ..evaluate import Bounds
-from ..spec import Spec
+from ..spec import FACTORS, Spec
+from . import mixing
+from .mixing import TokenTerm
 from .scores import Functions, Place, named_learned
 
 STRIP_SCORES = 2**22  # entries of a plane of scores: 16 MiB in fp32
@@ -47,7 +49,8 @@ def forward(spec: Spec, call: Call, first_entry: int = 0) -> tuple[Tensor, Tenso
     for b, strip in _strips(spec, q, k):
         rows = slice(strip.begin, strip.end)
         factors = _dropout_factors(call.dropout, first_entry + b, q.shape[1], strip, stages.dtype)
-        results = stages.forward(*_operands(strip, q[b], k[b], v[b]), strip.place, strip.context, factors)
+        terms = stages.terms(b, slice(strip.first, strip.end), strip.keys)
+        results = stages.forward(*_operands(strip, q[b], k[b], v[b]), strip.place, terms, strip.context, factors)
         out[b, :, rows], lse[b, :, rows] = results
     return out, lse
 
@@ -75,7 +78,8 @@ def backward(spec: Spec, call: Call, grad_out: Tensor, grad_lse: Tensor, first_e
         dlses = F.pad(grad_lse[b, :, rows].to(dtype), (strip.context, 0))
         queries, keys, values = _operands(strip, q[b], k[b], v[b])
         factors = _dropout_factors(call.dropout, first_entry + b, q.shape[1], strip, stages.dtype)
-        dqueries, dkeys, dvalues = stages.backward(queries, keys, values, strip.place, douts, dlses, factors)
+        terms = stages.terms(b, slice(strip.first, strip.end), strip.keys)
+        dqueries, dkeys, dvalues = stages.backward(queries, keys, values, strip.place, terms, douts, dlses, factors)
         dq[b, :, strip.first : strip.end] += dqueries
         dk[b, :, strip.keys] += dkeys
         dv[b, :, strip.keys] += dvalues
@@ -114,10 +118,14 @@ def decode(spec: Spec, step: Step) -> tuple[Tensor, Tensor]:
             first = length - rows
             keys = _keys(spec, first, length - 1, length)
             place = Place(torch.full_like(all_heads, b), all_heads, first, keys.start)
+            terms = stages.terms(b, slice(tail - rows, tail), keys)
             out[b, :, -new:], lse[b, :, -new:] = stages.forward(
-                q_tail[b, :, tail - rows :], k_cache[b, :, keys], v_cache[b, :, keys], place, rows - new
+                q_tail[b, :, tail - rows :], k_cache[b, :, keys], v_cache[b, :, keys], place, terms, rows - new
             )
     return out, lse
+
+
+_Terms: TypeAlias = dict[str, list[TokenTerm]]  # by the weight of the mixing
 
 
 class _Strip(NamedTuple):
@@ -236,38 +244,57 @@ class _Stages:
             lse.copy_(self.functions.sink[:, None])
         return out, lse
 
+    def terms(self, entry: int, rows: slice, keys: slice) -> _Terms:
+        """Return what some queries and keys of a batch entry add to each mixing, by its weight."""
+        terms: _Terms = {name: [] for name in self.spec.mixed}
+        for name, x in self.functions.factors.items():
+            option, of_keys = FACTORS[name]
+            at = entry, slice(None), keys if of_keys else rows
+            weight = "post_head_weight" if option.startswith("post") else "head_weight"
+            terms[weight].append(TokenTerm(x[at], self.functions.gradients[name][at], bool(of_keys)))
+        return terms
+
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, place: Place, context: int, factors: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, place: Place, terms: _Terms, context: int, factors: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return out ``[H, R, DV]`` and lse ``[H, R]`` of the rows of q after the first
         ``context``.
 
-        ``place`` is that of all scores of q and k; ``factors`` are dropout's.
+        ``place`` is that of all scores of q and k, and ``terms`` are those of its queries and keys; ``factors`` are
+        dropout's.
         """
         forbidden = self._forbidden(q, k, place)
-        logits = self._logits(q, k, place, forbidden).logits
+        logits = self._logits(q, k, place, terms, forbidden).logits
         p, lse = self._softmax(logits, place)
-        probabilities = _dropped(self._mix("post_head_weight", self._post(p, forbidden)), factors)
+        probabilities = _dropped(self._mix_after(self._post(p, forbidden), terms, forbidden), factors)
         out = _product(probabilities[:, context:], v.to(self.dtype), forbidden[context:])
         return out, lse[:, context:, 0]
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, place: Place, dout: Tensor, dlse: Tensor, factors: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        place: Place,
+        terms: _Terms,
+        dout: Tensor,
+        dlse: Tensor,
+        factors: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v, given those of out and lse for all rows of q."""
         forbidden = self._forbidden(q, k, place)
-        scores, taken, convolved, passed_on, mixed, logits = self._logits(q, k, place, forbidden)
+        scores, taken, convolved, passed_on, mixed, logits = self._logits(q, k, place, terms, forbidden)
         p, lse = self._softmax(logits, place)
         unmixed = self._post(p, forbidden)
         douts = _by_kv_head(dout, v)
-        dv = _by_kv_head(_dropped(self._mix("post_head_weight", unmixed), factors), v).mT @ douts
+        dv = _by_kv_head(_dropped(self._mix_after(unmixed, terms, forbidden), factors), v).mT @ douts
         dpost = _dropped((douts @ v.to(self.dtype).mT).view_as(p).masked_fill(forbidden, 0), factors)
-        dunmixed = self._mix_backward("post_head_weight", unmixed, dpost)
+        dunmixed = self._mix_backward("post_head_weight", unmixed, dpost, terms)
         dp = self._convolve_backward("post_weight", p, dunmixed, forbidden)
         minus_dots = dlse.unsqueeze(-1) - (p * dp).sum(-1, keepdim=True)
         self.functions.sink_backward(lse, minus_dots, place)
         dmixed = self.functions.backward("logits", p * (dp + minus_dots), mixed, place)
-        dpassed_on = self._mix_backward("head_weight", passed_on.masked_fill(forbidden, 0), dmixed)
+        dpassed_on = self._mix_backward("head_weight", passed_on.masked_fill(forbidden, 0), dmixed, terms)
         dconvolved = self.functions.backward("convolved", dpassed_on, convolved, place)
         dtaken = self._convolve_backward("weight", taken, dconvolved, forbidden)
         dscores = self.functions.backward("scores", dtaken, scores, place).mul(self.scale)
@@ -292,13 +319,13 @@ class _Stages:
         hidden = self.bounds.hidden(rows[:, None] + place.position, keys + place.key, entry)
         return forbidden if hidden is None else forbidden | hidden
 
-    def _logits(self, q: Tensor, k: Tensor, place: Place, forbidden: Tensor) -> _Scores:
+    def _logits(self, q: Tensor, k: Tensor, place: Place, terms: _Terms, forbidden: Tensor) -> _Scores:
         scores = self.scale * (_by_kv_head(q.to(self.dtype), k) @ k.to(self.dtype).mT)
         scores = scores.view(*q.shape[:2], -1)
         taken = self.functions.value("scores", scores, place)
         convolved = self._convolve("weight", taken, forbidden)
         passed_on = self.functions.value("convolved", convolved, place)
-        mixed = self._mix("head_weight", passed_on)
+        mixed = self._mix("head_weight", passed_on, terms)
         logits = self.functions.value("logits", mixed, place).masked_fill(forbidden, -torch.inf)
         return _Scores(scores, taken, convolved, passed_on, mixed, logits)
 
@@ -314,14 +341,22 @@ class _Stages:
         """Apply the convolution after the softmax."""
         return self._convolve("post_weight", p, forbidden).masked_fill(forbidden, 0)
 
-    def _mix(self, name: str, x: Tensor) -> Tensor:
+    def _mix_after(self, x: Tensor, terms: _Terms, forbidden: Tensor) -> Tensor:
+        """Mix probabilities. Those that are hidden stay 0, whatever the factors of their keys are."""
+        mixed = self._mix("post_head_weight", x, terms)
+        return mixed.masked_fill(forbidden, 0) if terms.get("post_head_weight") else mixed
+
+    def _mix(self, name: str, x: Tensor, terms: _Terms) -> Tensor:
         if name not in self.weights:
             return x
         weight = self.weights[name]
-        return (weight @ x.reshape(*weight.shape[:2], -1)).view_as(x)
+        mixed = (weight @ x.reshape(*weight.shape[:2], -1)).view_as(x)
+        for term in terms[name]:
+            mixed += mixing.forward(torch.unflatten(x, 0, weight.shape[:2]), term).flatten(0, 1)
+        return mixed
 
-    def _mix_backward(self, name: str, x: Tensor, dy: Tensor) -> Tensor:
-        """Return the gradient of a mixing's input ``x``; add that of its matrices to
+    def _mix_backward(self, name: str, x: Tensor, dy: Tensor, terms: _Terms) -> Tensor:
+        """Return the gradient of a mixing's input ``x``; add those of its matrices and of factors to
         ``gradients``.
         """
         if name not in self.weights:
@@ -330,7 +365,11 @@ class _Stages:
         x, gradient = (y.reshape(*weight.shape[:2], -1) for y in (x, dy))
         parts = zip(torch.split(gradient, _TERMS, -1), torch.split(x, _TERMS, -1), strict=True)
         self.gradients[name] += torch.stack([dy_part @ x_part.mT for dy_part, x_part in parts]).sum(0)
-        return (weight.mT @ gradient).view_as(dy)
+        dx = (weight.mT @ gradient).view_as(dy)
+        for term in terms[name]:
+            x_of_group, dy_of_group = (y.view(*weight.shape[:2], *dy.shape[1:]) for y in (x, gradient))
+            dx += mixing.backward(x_of_group, dy_of_group, term).flatten(0, 1)
+        return dx
 
     def _convolve(self, name: str, x: Tensor, forbidden: Tensor) -> Tensor:
         if name not in self.weights:

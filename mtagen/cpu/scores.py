@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
 
 def named_learned(spec: Spec, learned: list[Tensor]) -> dict[str, Tensor]:
-    """Return the sink and the parameters of a call by name."""
+    """Return the factors, the sink and the parameters of a call by name."""
     return {argument.name: x for argument, x in zip(spec.learned_arguments, learned, strict=True)}
 
 
@@ -41,6 +41,8 @@ class Functions:
     """The functions of scores of a call, applied to blocks; they accumulate the gradients of parameters.
 
     Attributes:
+        sink: the sink, or None.
+        factors: the factors of mixings by name.
         gradients: of the sink and each parameter, by name.
     """
 
@@ -52,6 +54,7 @@ class Functions:
         )
         self._parameters = {name: x.to(dtype) for name, x in named.items() if name not in spec.mask_parameters}
         self.sink = self._parameters.pop("sink") if spec.sink else None
+        self.factors = {name: self._parameters.pop(name) for name in spec.ranks}
         self.gradients = {name: torch.zeros(x.shape, dtype=dtype, device=x.device) for name, x in named.items()}
 
     def value(self, name: str, scores: Tensor, place: Place) -> Tensor:

@@ -74,8 +74,9 @@ class ContextParallel:
         ranks: W.
 
     Raises:
-        InputError: an argument does not fit; or the op has ``visible``; or an expression reads positions otherwise than
-            as i - j, or all keys are visible: a rank's call does not know where its rows stand in the sequence.
+        InputError: an argument does not fit; or the op has ``visible``, or a mixing that depends on tokens; or an
+            expression reads positions otherwise than as i - j, or all keys are visible: a rank's call does not know
+            where its rows stand in the sequence.
     """
 
     def __init__(self, op: AttentionOp, group_or_mesh: ProcessGroup | DeviceMesh, *, balanced: bool = True) -> None:
@@ -83,6 +84,9 @@ class ContextParallel:
             raise InputError(explain("op", type(op).__name__, "must be a built op", "what mtagen.build returns"))
         if not isinstance(balanced, bool):
             raise InputError(explain("balanced", balanced, "must be a bool", (True, False)))
+        if op.plan.spec.ranks:
+            rule = "mixings that depend on tokens are not supported where ranks share a sequence"
+            raise InputError(explain("op", op, rule, "an op without dynamic_ranks and post_dynamic_ranks"))
         _check_expressions(op.plan.spec)
         self.op, self.balanced = op, balanced
         self.group = _group(group_or_mesh)

@@ -15,7 +15,7 @@ from ..evaluate import evaluate
 from ..expressions.functions import GRADIENT, functions_of
 from ..expressions.language import ENTRY, HEAD, KEY, POSITION, SCORE
 from ..expressions.parameters import block_size
-from ..spec import BATCH, SINK, Argument, Spec
+from ..spec import BATCH, FACTORS, SINK, Argument, Spec
 from .cases import Sizes
 
 _LARGE_SCORE = 4.0  # scores of normal vectors are rarely larger
@@ -29,7 +29,8 @@ class Inputs:
         q: ``(B, H, Nq, D)``; for decode the earlier rows that the new rows need, then the new rows.
         k: ``(B, Hkv, Nk, D)``.
         v: ``(B, Hkv, Nk, DV)``.
-        weights: fp32 weights by the names of :meth:`mtagen.Spec.weights`, and the sink; plain attention has none.
+        weights: fp32 weights by the names of :meth:`mtagen.Spec.weights`, the factors of mixings, and the sink; plain
+            attention has none.
         parameters: the tensors that expressions read, fp32, and the integers that the mask reads, by name.
         axes: the axes of each parameter, as :class:`mtagen.Spec` names them.
         slopes: the largest slope of an expression in each parameter, over visible scores.
@@ -60,6 +61,9 @@ class Inputs:
 
     def part(self, name: str, x: Tensor, entry: int, tokens: slice) -> Tensor:
         """Return the part of a weight or parameter that one sequence of a batch reads, as a batch of one."""
+        if name in FACTORS:
+            rows = slice(-tokens.stop, None) if FACTORS[name][1] == 0 else tokens  # of queries, which are the last
+            return x[entry : entry + 1, :, rows]
         axes = self.axes.get(name, "").split(",")
         for number, axis in enumerate(axes):
             if axis in ("b", "i", "j"):
@@ -110,7 +114,7 @@ class Sampler:
         q, k, v = (self._rows(*argument.extents(sizes)) for argument in BATCH)
         weights = {name: self._weight(x, heads) for name, x in spec.weight_arguments.items()}
         learned = {x.name: self._learned(x, sizes) for x in replace(spec, packed=False).learned_arguments}
-        weights |= {SINK.name: learned.pop(SINK.name)} if spec.sink else {}
+        weights |= {name: learned.pop(name) for name in (*spec.ranks, SINK.name) if name in learned}
         return Inputs(q, k, v, weights, learned, dict(spec.parameters), self._slopes(learned))
 
     def _slopes(self, parameters: Mapping[str, Tensor]) -> dict[str, float]:
@@ -139,6 +143,13 @@ class Sampler:
         rows = n + self.spec.context if decode else n
         return self._rows(self.sizes.batch, self.sizes.heads, rows, self.spec.head_dim)
 
+    def query_factors(self, n: int, *, decode: bool = False) -> dict[str, Tensor]:
+        """Draw the factors of mixings that belong to the rows of :meth:`queries`."""
+        rows = n + self.spec.context if decode else n
+        sizes = {"B": self.sizes.batch, "H": self.sizes.heads, "Nq": rows}
+        drawn = (x for x in self.spec.factor_arguments if "Nq" in x.shape)
+        return {x.name: self._learned(x, sizes) for x in drawn}
+
     def outputs(self) -> Tensor:
         """Draw a tensor like out, ``(B, H, Nq, DV)``, for example the gradient of out."""
         return self._rows(self.sizes.batch, self.sizes.heads, self.sizes.nq, self.spec.value_head_dim)
@@ -160,7 +171,9 @@ class Sampler:
         if not argument.differentiable:
             drawn = torch.randint(0, self.sizes.nk + 1, shape, generator=self.generator, device=device)
             return drawn.to(self.device, ARGUMENT_DTYPES[argument.dtypes[-1]])
-        return torch.randn(shape, generator=self.generator, device=device).to(self.device)
+        drawn = torch.randn(shape, generator=self.generator, device=device).to(self.device)
+        # A factor of H^-1/2 keeps the magnitudes of what is mixed.
+        return drawn * float(shape[1] ** -0.5) if argument.role == "factors" else drawn
 
     def _weight(self, weight: Argument, heads: int) -> Tensor:
         """Draw a weight; the squares of the entries in one sum add up to about 1, so that mixing

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..accuracy import GRADIENT_FACTOR, Comparison, compare
 from ..eager import reference
-from ..spec import RULES, Spec
+from ..spec import KEY_FACTORS, RULES, Spec
 from .inputs import Inputs
 
 
@@ -172,7 +172,8 @@ def judge_decode(
     # The content of a cache past its length must have no effect.
     stale = (torch.arange(nk) >= lengths[:, None])[:, None, :, None].to(k.device)
     k_cache, v_cache = (x.masked_fill(stale, torch.nan) for x in (k, v))
-    options = inputs.options(inputs.named) | {"cache_seqlens": lengths.to(k.device), "return_lse": True}
+    cached = {name: x.masked_fill(stale, torch.nan) for name, x in inputs.weights.items() if name in KEY_FACTORS}
+    options = inputs.options({**inputs.named, **cached}) | {"cache_seqlens": lengths.to(k.device), "return_lse": True}
     ours = decode(q_tail, k_cache, v_cache, **options)
     out, lse = zip(ours, run(q_tail.dtype), run(torch.float64), strict=True)
     return {

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ..errors import InputError, explain
 from ..ops.attention import AttentionOp
-from ..spec import MAX_NEW_TOKENS, as_int
+from ..spec import MAX_NEW_TOKENS, Spec, as_int
 
-_TENSORS = ("keys", "values", "queries", "lengths", "floors")  # fields with an entry for each sequence
+# Fields with an entry for each sequence
+_TENSORS = ("keys", "values", "queries", "key_factors", "query_factors", "lengths", "floors")
 
 
 @dataclass(eq=False)
@@ -39,6 +40,9 @@ class Cache:
         values: ``(B, Hkv, max_len, D)``.
         queries: ``(B, H, context + spare, D)``, the last queries of each entry; rows before its first token hold
             anything.
+        key_factors: ``(B, H, max_len, F)``, the keys' factors of mixings that depend on tokens, one after the other;
+            F is 0 if no mixing does.
+        query_factors: ``(B, H, context + spare, F)``, the same of queries.
         lengths: ``(B,)`` int32, number of tokens of each entry.
         floors: ``(B,)`` int32; an entry with fewer tokens would need queries that were not held when tokens were last
             taken back.
@@ -50,6 +54,8 @@ class Cache:
     keys: Tensor
     values: Tensor
     queries: Tensor
+    key_factors: Tensor
+    query_factors: Tensor
     lengths: Tensor
     floors: Tensor
     longest: int | None = 0
@@ -86,7 +92,11 @@ class Cache:
         queries = torch.zeros(batch, heads, spec.context + spare, spec.head_dim, **made)
         lengths = torch.zeros(batch, device=device, dtype=torch.int32)
         keys, values = torch.zeros(shape, **made), torch.zeros(shape, **made)
-        return cls(keys, values, queries, lengths, torch.zeros_like(lengths), spare=spare)
+        of_queries, of_keys = (sum(_widths(spec, token).values()) for token in ("Nq", "Nk"))
+        key_factors = torch.zeros(batch, heads, max_len, of_keys, **made)
+        query_factors = torch.zeros(batch, heads, spec.context + spare, of_queries, **made)
+        tensors = keys, values, queries, key_factors, query_factors, lengths
+        return cls(*tensors, torch.zeros_like(lengths), spare=spare)
 
     @property
     def max_len(self) -> int:
@@ -103,14 +113,24 @@ class Cache:
         """Return the positions ``(B, count)`` of the next tokens."""
         return self.lengths.unsqueeze(1) + torch.arange(count, device=self.lengths.device)
 
-    def write(self, k: Tensor, v: Tensor) -> None:
-        """Write the keys and values ``(B, count, Hkv, D)`` of the next tokens."""
+    def write(self, k: Tensor, v: Tensor, factors: Sequence[Tensor] = ()) -> None:
+        """Write the keys and values ``(B, count, Hkv, D)`` of the next tokens, and their factors, if they have any."""
         entries = torch.arange(len(k), device=k.device).unsqueeze(1)
         positions = self.positions(k.shape[1])
         self.keys[entries, :, positions] = k
         self.values[entries, :, positions] = v
+        for x in factors:
+            self.key_factors[entries, :, positions] = x.transpose(1, 2)
 
-    def compute(self, op: AttentionOp, weights: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def compute(
+        self,
+        op: AttentionOp,
+        weights: Mapping[str, Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        factors: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         """Add the next tokens, and return their outputs ``(B, N, H, D)``.
 
         A few tokens are decoded, from whole buffers and from lengths that the GPU reads, so that
@@ -125,6 +145,7 @@ class Cache:
             q: ``(B, N, H, D)``, after the rotary embedding.
             k: ``(B, N, Hkv, D)``.
             v: ``(B, N, Hkv, D)``.
+            factors: the tokens' factors ``(B, H, N, 2 R + 1)`` of mixings that depend on them, by name.
 
         Raises:
             InputError: the cache has another dtype; it is unchanged.
@@ -133,21 +154,33 @@ class Cache:
         if q.dtype != self.keys.dtype:
             rule = "must be the dtype of the queries and keys of this call"
             raise InputError(explain("cache.keys.dtype", self.keys.dtype, rule, f"new_cache(..., dtype={q.dtype})"))
-        self.write(k, v)
+        of_queries, of_keys = (_widths(op.plan.spec, token) for token in ("Nq", "Nk"))
+        self.write(k, v, _beside(factors, of_keys))
         held = torch.cat([self.queries, q.transpose(1, 2)], 2)
         queries = held[:, :, self.spare :]
+        held_factors = torch.cat([self.query_factors, *_beside(factors, of_queries)], 2)
+        query_factors = held_factors[:, :, self.spare :]
+
+        def factors_of(rows: slice, keys: slice) -> dict[str, Tensor]:
+            by_name = _by_name(query_factors[:, :, rows], of_queries)
+            return by_name | _by_name(self.key_factors[:, :, keys], of_keys)
+
         if count <= MAX_NEW_TOKENS or self.ragged:
             parts: list[Any] = []
             for first in range(0, count, MAX_NEW_TOKENS):
                 end = min(first + MAX_NEW_TOKENS, count)
-                tail = queries[:, :, first : end + context]
-                parts.append(op.decode(tail, self.keys, self.values, **weights, cache_seqlens=self.lengths + end))
+                rows, lengths = slice(first, end + context), self.lengths + end
+                named = {**weights, **factors_of(rows, slice(None))}
+                parts.append(op.decode(queries[:, :, rows], self.keys, self.values, **named, cache_seqlens=lengths))
             out: Any = torch.cat(parts, 2)
         else:
             earlier = min(context, self.read_longest())
-            keys, values = (y[:, :, : self.read_longest() + count] for y in (self.keys, self.values))
-            out = op(queries[:, :, context - earlier :], keys, values, **weights)
+            rows, used = slice(context - earlier, None), slice(self.read_longest() + count)
+            named = {**weights, **factors_of(rows, used)}
+            out = op(queries[:, :, rows], self.keys[:, :, used], self.values[:, :, used], **named)
             out = out[:, :, earlier:]
+        if of_queries:
+            self.query_factors.copy_(held_factors[:, :, count:])
         self.advance(count, held[:, :, count:])
         return out.transpose(1, 2)  # type: ignore[no-any-return]
 
@@ -184,7 +217,8 @@ class Cache:
             rule = f"the cache holds queries for taking back at most {most} tokens"
             raise InputError(explain("count", count, rule, f"0..{most}; new_cache(..., spare=...) holds more"))
         self.floors.copy_(self._floors())
-        self.queries.copy_(self.queries.roll(tokens, 2))
+        for held in (self.queries, self.query_factors):
+            held.copy_(held.roll(tokens, 2))
         self.lengths -= tokens
         self.longest = None if self.longest is None else self.longest - tokens
 
@@ -195,8 +229,10 @@ class Cache:
         """
         if spare == self.spare:
             return self
-        queries = F.pad(self.queries, (0, 0, spare - self.spare, 0))  # fewer rows if it is negative
-        return replace(self, queries=queries, floors=self._floors(), spare=spare)
+        queries, query_factors = (  # fewer rows if the number is negative
+            F.pad(x, (0, 0, spare - self.spare, 0)) for x in (self.queries, self.query_factors)
+        )
+        return replace(self, queries=queries, query_factors=query_factors, floors=self._floors(), spare=spare)
 
     @classmethod
     def cat(cls, caches: Sequence[Cache]) -> Cache:
@@ -229,6 +265,22 @@ class Cache:
         tensors = {name: getattr(self, name)[entries] for name in _TENSORS}
         ragged, longest = self.ragged and len(entries) > 1, None if self.ragged else self.longest
         return replace(self, **tensors, longest=longest, ragged=ragged)
+
+
+def _widths(spec: Spec, tokens: str) -> dict[str, int]:
+    """Return the last extent of the factors that queries (Nq) or keys (Nk) have, by name."""
+    return {x.name: int(x.shape[-1]) for x in spec.factor_arguments if tokens in x.shape}
+
+
+def _beside(factors: Mapping[str, Tensor] | None, widths: Mapping[str, int]) -> list[Tensor]:
+    """Return a list of one tensor that has the named factors beside each other; an empty list if there are none."""
+    named = [(factors or {})[name] for name in widths]
+    return [torch.cat(named, -1)] if named else []
+
+
+def _by_name(x: Tensor, widths: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return the factors that lie beside each other by name."""
+    return dict(zip(widths, torch.split(x, [*widths.values()], -1), strict=True)) if widths else {}
 
 
 class EngineCache(ABC):

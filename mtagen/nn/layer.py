@@ -15,10 +15,10 @@ from ..op import build
 from ..ops.attention import AttentionOp, autocast, autocast_dtype
 from ..ops.checks import check_boundaries
 from ..planner import Backend
-from ..spec import MAX_NEW_TOKENS, OPTIONS, Argument, Expression, KeyPadding, Mask, as_int
+from ..spec import FACTORS, MAX_NEW_TOKENS, OPTIONS, Argument, Expression, KeyPadding, Mask, as_int
 from .cache import Cache, EngineCache
 from .checks import GateKind, as_count, check_count, check_divisor, check_input, check_options
-from .parts import Gate, HeadMixer, HeadNorm, ScoreParameters, set_parameter
+from .parts import Gate, HeadMixer, HeadNorm, ScoreParameters, TokenMixing, set_parameter
 from .rope import FrequencyScaling, document_positions, rotate, rotation
 from .stages import Stages
 
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..distributed import ContextParallel
+
+
+# The op's factors of mixings that depend on tokens -> the part of the layer that makes them
+_TOKEN_MIXINGS = {name: name.replace("factors", "mixing") for name in FACTORS}
 
 
 class MultiTokenAttention(nn.Module):
@@ -55,6 +59,9 @@ class MultiTokenAttention(nn.Module):
     ``wposm.weight``                         (H, H), [out, in]: all heads mixed after the softmax
     ``head_kernel``                          (H/m, m, m), [group, in, out]: heads mixed after the softmax in groups
                                              of m < H
+    ``query_mixing``, ``key_mixing``,        what each query and each key adds to these matrices, before and after
+    ``post_query_mixing``,                   the softmax (:class:`mtagen.nn.parts.TokenMixing`); the authors' layer
+    ``post_key_mixing``                      does not have them
     ``subln.weight``                         (D,): the norm's scale
     ``gate.weight``, ``gate.bias``           (1, D), (1,), or (D, D), (D,)
     =======================================  ===================================================================
@@ -78,6 +85,11 @@ class MultiTokenAttention(nn.Module):
             no mixing.
         post_kernel: extents of the convolution after the softmax; default no convolution.
         post_mixed_heads: as ``mixed_heads``, after the softmax.
+        dynamic_ranks: ``(rank_q, rank_k)``, 0..4 each: makes the mixing before the softmax depend on the
+            query's and the key's token, by matrices of these ranks and a diagonal, as in DCMHA (arXiv
+            2405.08553); 0 leaves the query or the key out. It needs ``mixed_heads``. Such a layer takes
+            batches, without ``cu_seqlens``, and its own caches. Default neither.
+        post_dynamic_ranks: as ``dynamic_ranks``, for ``post_mixed_heads``.
         key_padding: padding of the keys in both convolutions: ``both``, ``left`` or ``right``.
         group_norm: whether each head's output is normalised.
         depth_rescale: the layer's index, from 0 on: the norm scales its result by a factor that
@@ -123,7 +135,8 @@ class MultiTokenAttention(nn.Module):
             without ranks.
 
     Raises:
-        InputError: ``context_parallel`` is neither a group nor a mesh of one dimension.
+        InputError: ``context_parallel`` is neither a group nor a mesh of one dimension, or ranks cannot share
+            the op.
         SpecError: an argument is not legal.
         PlanError: this machine's target has no plan of the stages; the message names the limit.
         BackendError: the backend cannot be used here.
@@ -140,6 +153,8 @@ class MultiTokenAttention(nn.Module):
         mixed_heads: int | None = None,
         post_kernel: tuple[int, int] | None = None,
         post_mixed_heads: int | None = None,
+        dynamic_ranks: tuple[int, int] | None = None,
+        post_dynamic_ranks: tuple[int, int] | None = None,
         key_padding: KeyPadding = "both",
         group_norm: bool = False,
         depth_rescale: int | None = None,
@@ -213,6 +228,11 @@ class MultiTokenAttention(nn.Module):
         if post_mixed_heads is not None and post_mixed_heads < n_heads:
             shape = n_heads // post_mixed_heads, post_mixed_heads, post_mixed_heads
             self.head_kernel = nn.Parameter(torch.empty(shape, **made))
+        spec = self.op.plan.spec
+        for name, attribute in _TOKEN_MIXINGS.items():
+            group = spec.mixed_heads if FACTORS[name][0] == "dynamic_ranks" else spec.post_mixed_heads
+            part = TokenMixing(dim, n_heads, group or 0, spec.ranks[name], **made) if name in spec.ranks else None
+            setattr(self, attribute, part)
         self.subln = HeadNorm(self.head_dim, depth_rescale, **made) if group_norm else None
         self.gate = None if gate is None else Gate(self.head_dim, 1 if gate == "scalar" else self.head_dim, **made)
         self.sink = nn.Parameter(torch.empty(n_heads, **made)) if sink else None
@@ -306,6 +326,7 @@ class MultiTokenAttention(nn.Module):
             BackendError: ``x`` is on a device that the op was not built for.
         """
         check_input(x, self.dim, positions, cu_seqlens, max_seqlen)
+        self._check_no_documents(cu_seqlens)
         if length is not None and self.context_parallel is None:
             rule = "is for layers whose ranks share a sequence"
             raise InputError(explain("length", length, rule, "None, or a layer with context_parallel=..."))
@@ -330,8 +351,13 @@ class MultiTokenAttention(nn.Module):
                 f"torch.autocast, or a layer with compute_dtype={q.dtype}",
             )
             raise InputError(explain("dtype of queries", q.dtype, rule, legal))
+        factors = self._factors(rows, q.dtype)
         if cache is not None:
-            out = cache.compute(self.op, self.stages(), q, k, v)
+            more = {"factors": factors} if factors else {}  # caches of engines take none
+            out = cache.compute(self.op, self.stages(), q, k, v, **more)
+        elif factors:
+            options = self._options() | factors
+            out = self.op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options).transpose(1, 2)
         elif self.context_parallel is not None:
             out = self._attend_over_ranks(self.context_parallel, q, k, v, cu_seqlens, max_seqlen, length)
         else:
@@ -364,11 +390,21 @@ class MultiTokenAttention(nn.Module):
         held = itertools.chain(self.wk.parameters(), self.parameters())
         return next((x for x in held if x.is_floating_point()), torch.empty(0))
 
+    def _factors(self, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the factors ``(B, H, N, 2 R + 1)`` of the mixings that depend on tokens ``(B, N, dim)``, by name."""
+        parts = ((name, getattr(self, attribute)) for name, attribute in _TOKEN_MIXINGS.items())
+        return {name: part(x).to(dtype).transpose(-3, -2) for name, part in parts if part is not None}
+
+    def _options(self) -> dict[str, Any]:
+        """Return the arguments of a call of the op besides q, k and v."""
+        options: dict[str, Any] = self.stages()
+        return options | {"dropout_p": self.dropout if self.training else 0}
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
         """Compute outputs in the shape of q: ``(B, N, H, D)``, or ``(total, H, D)`` for packed
         documents.
         """
-        options = self.stages() | {"dropout_p": self.dropout if self.training else 0}
+        options = self._options()
         out: Any
         if cu_seqlens is None:
             out = self.op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
@@ -473,6 +509,9 @@ class MultiTokenAttention(nn.Module):
             rule = "generation does not apply dropout"
             raise InputError(explain("cache", "a layer in training mode, with dropout", rule, "layer.eval()"))
         if isinstance(cache, EngineCache):
+            if self.op.plan.spec.ranks:
+                rule = "an engine's cache does not hold the keys' factors of mixings that depend on tokens"
+                raise InputError(explain("cache", type(cache).__name__, rule, "layer.new_cache(...), or no cache"))
             if positions is None and self.rope_theta is not None:
                 rule = "a layer does not know the positions of an engine's tokens"
                 raise InputError(explain("positions", positions, rule, "(B, N) integers"))
@@ -491,6 +530,16 @@ class MultiTokenAttention(nn.Module):
         if not 1 <= x.shape[1] <= cache.max_len - used:
             rule = f"the cache holds {used} of {cache.max_len} tokens"
             raise InputError(explain("tokens", x.shape[1], rule, f"1..{cache.max_len - used}"))
+
+    def _check_no_documents(self, cu_seqlens: Tensor | None) -> None:
+        """Check that a layer whose mixings depend on tokens gets no packed documents.
+
+        Raises:
+            InputError: it does.
+        """
+        if cu_seqlens is not None and self.op.plan.spec.ranks:
+            rule = "packed documents are not supported with dynamic_ranks and post_dynamic_ranks"
+            raise InputError(explain("cu_seqlens", tuple(cu_seqlens.shape), rule, "None, and a batch"))
 
     def _check_has_all_tokens(self) -> None:
         """Check that the layer has all tokens of a sequence, as a cache needs.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 _EPSILON = 1e-5  # added to the mean square in the norm
+_FACTOR_EPSILON = 1e-6  # and in that of factors of mixings
+_HIDDEN = 4  # hidden elements of a head, of which the factors of mixings are made
 
 
 @torch.no_grad()
@@ -70,6 +73,64 @@ class HeadMixer(nn.Module):
     def extra_repr(self) -> str:
         """Return the shape of the matrices."""
         return f"{tuple(self.weight.shape)}"
+
+
+class TokenMixing(nn.Module):
+    """What tokens add to the matrices that mix heads, as in DCMHA (Xiao et al., arXiv 2405.08553).
+
+    A token's vector x adds the matrix sum over r of b_r a_r^T, and the diagonal of tanh(gates x), to the matrix of
+    each group of heads. The a_r are the vectors of a group in inner gelu(hidden x), each divided by the root of its
+    mean square, and the b_r those in outer gelu(hidden x). Initially ``outer`` and ``gates`` are 0, so that tokens add
+    nothing.
+
+    ==================================  =====================================================
+    ``hidden.weight``                   (4 H, dim)
+    ``inner.weight``, ``outer.weight``  (R H, 4 H): the rows of a group of heads are [r, head]
+    ``gates.weight``                    (H, dim)
+    ==================================  =====================================================
+
+    Args:
+        dim: elements of a token's vector.
+        heads: H.
+        group: m, heads of a group.
+        rank: R.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        group: int,
+        rank: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.group, self.rank = group, rank
+        made: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
+        self.hidden = nn.Linear(dim, _HIDDEN * heads, **made)
+        self.inner = nn.Linear(_HIDDEN * heads, rank * heads, **made)
+        self.outer = nn.Linear(_HIDDEN * heads, rank * heads, **made)
+        self.gates = nn.Linear(dim, heads, **made)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise ``hidden`` and ``inner`` like ``torch.nn.Linear``, and ``outer`` and ``gates`` to 0."""
+        self.hidden.reset_parameters()
+        self.inner.reset_parameters()
+        nn.init.zeros_(self.outer.weight)
+        nn.init.zeros_(self.gates.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the factors ``(..., H, 2 R + 1)`` of tokens ``(..., dim)``, as the op takes them."""
+        hidden = F.gelu(self.hidden(x))
+        by_group = -1, self.rank, self.group
+        inner, outer = (torch.unflatten(part(hidden), -1, by_group) for part in (self.inner, self.outer))
+        wide = inner.to(torch.promote_types(inner.dtype, torch.float32))
+        inner = F.rms_norm(wide, (self.group,), eps=_FACTOR_EPSILON).to(inner.dtype)
+        gates = torch.unflatten(torch.tanh(self.gates(x)), -1, (-1, 1, self.group))
+        return torch.cat((inner, outer, gates), -2).mT.flatten(-3, -2)
 
 
 class ScoreParameters(nn.ParameterDict):

@@ -118,6 +118,10 @@ def check_heads(layer: MultiTokenAttention, ranks: int) -> None:
         SpecError: they cannot.
     """
     spec = layer.op.plan.spec
+    if spec.ranks and ranks > 1:
+        got, rule = (spec.dynamic_ranks, spec.post_dynamic_ranks), "a rank has not the mixings' factors of its heads"
+        legal = "None, or all heads on each rank"
+        raise SpecError(explain("dynamic_ranks, post_dynamic_ranks", got, rule, legal))
     if layer.n_kv_heads % ranks:
         rule = f"must be a multiple of the number of ranks, {ranks}"
         raise SpecError(explain("n_kv_heads", layer.n_kv_heads, rule, f"multiples of {ranks}"))

@@ -54,12 +54,23 @@ class _Options(TypedDict, total=False):
     scale: float | None
 
 
-class _CallOptions(_Options, total=False):
+class _Factors(TypedDict, total=False):
+    query_factors: Tensor | None
+    key_factors: Tensor | None
+    post_query_factors: Tensor | None
+    post_key_factors: Tensor | None
+
+
+class _DropoutOptions(_Options, total=False):
     dropout_p: float
     dropout_seed: Tensor | None
 
 
-class _VarlenOptions(_CallOptions):
+class _CallOptions(_DropoutOptions, _Factors, total=False):
+    pass
+
+
+class _VarlenOptions(_DropoutOptions):
     cu_seq_q: Tensor
     cu_seq_k: Tensor
     max_q: int
@@ -76,7 +87,7 @@ class _PagedOptions(_Options):
     decode_threshold: NotRequired[int]
 
 
-class _DecodeOptions(_Options, total=False):
+class _DecodeOptions(_Options, _Factors, total=False):
     cache_seqlens: Tensor | None
     num_splits: int | None
 
@@ -175,6 +186,10 @@ class AttentionOp:
         head_weight: Tensor | None = None,
         post_weight: Tensor | None = None,
         post_head_weight: Tensor | None = None,
+        query_factors: Tensor | None = None,
+        key_factors: Tensor | None = None,
+        post_query_factors: Tensor | None = None,
+        post_key_factors: Tensor | None = None,
         sink: Tensor | None = None,
         parameters: Mapping[str, Tensor] | None = None,
         scale: float | None = None,
@@ -198,6 +213,15 @@ class AttentionOp:
                 [group, out head, in head], or ``(m, m)`` if m = H. A group is m consecutive heads.
             post_weight: filters of the convolution after the softmax, like ``weight``.
             post_head_weight: matrices that mix heads after the softmax, like ``head_weight``.
+            query_factors: ``(B, H, Nq, 2 R + 1)`` with R = rank_q of an op that was built with
+                ``dynamic_ranks=(rank_q, rank_k)``: what each query adds to the matrix of its group. With
+                ``a = query_factors[b, :, i]``, entry [out head g, in head h] gets the sum over r < R of
+                ``a[g, R + r] * a[h, r]``, and ``a[g, 2 R]`` if g = h. Like parameters they are in fp32
+                or q's dtype.
+            key_factors: ``(B, H, Nk, 2 R + 1)`` with R = rank_k: the same of each key. H counts the
+                heads of queries.
+            post_query_factors, post_key_factors: the same for ``post_dynamic_ranks`` and
+                ``post_head_weight``.
             sink: ``(H,)``, one more logit of each row's softmax, which has no value; of an op that
                 was built with ``sink=True``. Like parameters it is in fp32 or q's dtype.
             parameters: the tensors that expressions and ``visible`` read, by name; those of
@@ -224,7 +248,8 @@ class AttentionOp:
         q, k, v = autocast(q, k, v)
         given = (weight, head_weight, post_weight, post_head_weight)
         weights = check_call(self._spec, self.dtypes, q, k, v, given)
-        weights += check_slots(self._spec, q, k, sink, parameters)
+        factors = (query_factors, key_factors, post_query_factors, post_key_factors)
+        weights += check_slots(self._spec, q, k, sink, parameters, factors=factors)
         scale = resolve_scale(scale, self._spec.head_dim)
         if dropout_p == 0 and dropout_seed is None:
             out, lse = library.run("forward", q, k, v, *weights, scale, self._key)
@@ -322,6 +347,7 @@ class AttentionOp:
             InputError: an argument does not fit; nothing was launched.
             BackendError: the tensors are on a device this op was not built for.
             PlanError: no backend has kernels of this op for packed documents.
+            SpecError: a mixing of the op depends on tokens.
         """
         q, k, v = autocast(q, k, v)
         given = (weight, head_weight, post_weight, post_head_weight)
@@ -420,6 +446,10 @@ class AttentionOp:
         head_weight: Tensor | None = None,
         post_weight: Tensor | None = None,
         post_head_weight: Tensor | None = None,
+        query_factors: Tensor | None = None,
+        key_factors: Tensor | None = None,
+        post_query_factors: Tensor | None = None,
+        post_key_factors: Tensor | None = None,
         sink: Tensor | None = None,
         parameters: Mapping[str, Tensor] | None = None,
         cache_seqlens: Tensor | None = None,
@@ -436,6 +466,8 @@ class AttentionOp:
             k_cache: ``(B, Hkv, N, D)``, the new tokens' keys included.
             v_cache: ``(B, Hkv, N, DV)``.
             weight, head_weight, post_weight, post_head_weight, sink: as in the op.
+            query_factors, post_query_factors: as in the op, of the rows of ``q_tail``.
+            key_factors, post_key_factors: as in the op, ``(B, H, N, 2 R + 1)``.
             parameters: as in the op; those of tokens have N entries, as the cache has.
             cache_seqlens: ``(B,)`` int32, keys in use per batch entry (0..N; a larger number counts
                 as N), default N. Later keys are ignored, whatever they hold.
@@ -454,7 +486,8 @@ class AttentionOp:
         q_tail, k_cache, v_cache = autocast(q_tail, k_cache, v_cache)
         given = (weight, head_weight, post_weight, post_head_weight)
         weights = check_decode(self._spec, self.dtypes, q_tail, k_cache, v_cache, given, cache_seqlens, num_splits)
-        weights += check_slots(self._spec, q_tail, k_cache, sink, parameters)
+        factors = (query_factors, key_factors, post_query_factors, post_key_factors)
+        weights += check_slots(self._spec, q_tail, k_cache, sink, parameters, factors=factors)
         out, lse = library.run(
             "decode",
             q_tail,
@@ -568,6 +601,7 @@ class AttentionOp:
             InputError: an argument does not fit; nothing was launched.
             BackendError: the tensors are on a device this op was not built for.
             PlanError: no backend has kernels of this op for packed documents.
+            SpecError: a mixing of the op depends on tokens.
         """
         q, k_pages, v_pages = autocast(q, k_pages, v_pages)
         given = (weight, head_weight, post_weight, post_head_weight)

@@ -12,7 +12,7 @@ from ..arguments import Named, check_batch, check_dense, check_groups, check_lea
 from ..call import NO_LEARNED, Documents
 from ..errors import InputError, explain
 from ..planner.targets import GRID_X
-from ..spec import MAX_NEW_TOKENS, STAGES, WEIGHTS, Spec, as_int
+from ..spec import FACTORS, MAX_NEW_TOKENS, SINK, STAGES, WEIGHTS, Spec, as_int
 
 MAX_SPLITS = 2**16 - 1  # upper limit, because each split writes a partial result
 
@@ -229,29 +229,40 @@ def _checked(
 
 
 def check_slots(
-    spec: Spec, q: Tensor, k: Tensor, sink: Tensor | None, parameters: Mapping[str, Tensor] | None, documents: int = 0
+    spec: Spec,
+    q: Tensor,
+    k: Tensor,
+    sink: Tensor | None,
+    parameters: Mapping[str, Tensor] | None,
+    documents: int = 0,
+    factors: Sequence[Tensor | None] = (None,) * len(FACTORS),
 ) -> list[Tensor | None]:
-    """Check the sink and the parameters of a call, and return them as registered ops take them.
+    """Check the factors, the sink and the parameters of a call, and return them as registered ops take them.
 
     Args:
         spec: the operator of batches.
         q, k: the queries and keys, which have been checked.
         sink, parameters: as they were passed.
         documents: number of packed documents, if q has three dimensions.
+        factors: a tensor for each name in ``mtagen.spec.FACTORS``, as they were passed.
 
     Raises:
         InputError: a tensor does not fit, was not asked for, or is missing.
-        SpecError: packed documents cannot have a parameter.
+        SpecError: packed documents cannot have a parameter, or factors.
     """
-    if not (spec.sink or spec.parameters or sink is not None or parameters):
+    given_factors = {name: x for name, x in zip(FACTORS, factors, strict=True) if x is not None}
+    if not (spec.learned_arguments or sink is not None or parameters or given_factors):
         return [*NO_LEARNED]
     if q.ndim == 3:
         arguments = spec.packed_learned_arguments
         sizes = {"documents": documents, "H": q.shape[1], "total_k": k.shape[0]}
     else:
-        arguments, sizes = spec.learned_arguments, {"B": q.shape[0], "H": q.shape[1], "Nk": k.shape[2]}
-    given: list[Tensor | None] = [*check_learned(arguments, sizes, q, sink, parameters)]
-    slots = given if spec.sink else [None, *given]
+        sizes = {"B": q.shape[0], "H": q.shape[1], "Nq": q.shape[2], "Nk": k.shape[2]}
+        arguments = spec.learned_arguments
+    checked = check_learned(arguments, sizes, q, sink, parameters, given_factors)
+    first_parameter = len(checked) - len(spec.parameters)
+    named = {argument.name: x for argument, x in zip(arguments[:first_parameter], checked, strict=False)}
+    slots = [*(named.get(name) for name in (*FACTORS, SINK.name)), *checked[first_parameter:]]
     return slots + [None] * (len(NO_LEARNED) - len(slots))
 
 

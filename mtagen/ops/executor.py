@@ -91,7 +91,8 @@ class Executor:
         if _sees_nothing(q, k, documents):
             grads = [x.new_zeros(x.shape) for x in (q, k, v, *learned)]
             if call.sink is not None and documents is None:  # each row's log-sum-exp is the sink
-                grads[3 + len(call.weights)] = grad_lse.sum((0, 2)).to(call.sink.dtype)
+                at = 3 + len(call.weights) + len(self.spec.ranks)
+                grads[at] = grad_lse.sum((0, 2)).to(call.sink.dtype)
             return grads
         with _on(q):
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
@@ -138,7 +139,7 @@ class Executor:
             return kernels.decode(q_tail, k_cache, v_cache, *fp32_weights, step.scale, lengths, splits, *pages)
 
     def _as_kernels_take(self, q: Tensor, call: Call | Step) -> list[Tensor]:
-        """Return the weights, the sink and the parameters of expressions in fp32.
+        """Return the weights, the factors, the sink and the parameters of expressions in fp32.
 
         Kernels of plain attention take a single-tap weight. Tokens of packed documents are the last axis of
         parameters there.
@@ -160,7 +161,7 @@ class Executor:
         return [*grads[:weights], *learned]
 
     def _learned(self, call: Call | Step) -> list[tuple[Tensor, bool, bool]]:
-        """Return the sink and the parameters of a call.
+        """Return the factors, the sink and the parameters of a call.
 
         Each comes with whether tokens are its first axis, and whether kernels read it: they read tables
         in place of what the mask reads.

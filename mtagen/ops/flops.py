@@ -5,8 +5,9 @@ matrix products, a backward pass five, because it computes the scores again. Sco
 mask hides count in full.
 
 The other stages are counted as in the mathematics. In a forward pass, a convolution takes one
-multiply-add per tap and score, a mixing one per head of a group and score. A backward pass takes
-twice as many, for the gradients of the stage's input and of its weight.
+multiply-add per tap and score, a mixing one per head of a group and score, and 2 R + 1 for each
+token that adds a matrix of rank R to it. A backward pass takes twice as many, for the gradients of
+the stage's input and of its weight.
 
 The counts depend on shapes alone, and on where packed documents begin. Where the latter is not
 known, as in tracing, every document counts as if it were the longest. The flop of a plan's kernels
@@ -43,9 +44,11 @@ def decode_flop(step: Step) -> int:
     """
     (batch, heads, rows, d), n, dv = step.q_tail.shape, step.capacity, step.v_cache.shape[3]
     flop_per_key = rows * d
-    for kernel, matrix in ((step.weight, step.head_weight), (step.post_weight, step.post_head_weight)):
+    before = step.weight, step.head_weight, step.query_factors, step.key_factors
+    after = step.post_weight, step.post_head_weight, step.post_query_factors, step.post_key_factors
+    for kernel, matrix, *factors in (before, after):
         rows -= 0 if kernel is None else kernel.shape[1] - 1
-        flop_per_key += rows * (_taps(kernel) + _mixed(matrix))
+        flop_per_key += rows * (_taps(kernel) + _mixed(matrix) + sum(map(_of_token, factors)))
     return 2 * batch * heads * n * (flop_per_key + rows * dv)
 
 
@@ -63,12 +66,18 @@ def _scores(call: Call) -> int:
 def _terms(call: Call) -> int:
     """Count the products that the stages sum for a score."""
     filters, mixtures = (call.weight, call.post_weight), (call.head_weight, call.post_head_weight)
-    return sum(map(_taps, filters)) + sum(map(_mixed, mixtures))
+    factors = call.query_factors, call.key_factors, call.post_query_factors, call.post_key_factors
+    return sum(map(_taps, filters)) + sum(map(_mixed, mixtures)) + sum(map(_of_token, factors))
 
 
 def _taps(kernel: Tensor | None) -> int:
     """Count the products that an entry of a convolution's result sums."""
     return 0 if kernel is None else kernel.shape[1] * kernel.shape[2]
+
+
+def _of_token(factors: Tensor | None) -> int:
+    """Count the products that a token's factors add to a mixing: sums over heads, and their terms in results."""
+    return 0 if factors is None else factors.shape[-1]
 
 
 def _mixed(matrix: Tensor | None) -> int:

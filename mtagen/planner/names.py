@@ -28,8 +28,10 @@ def other_stages(spec: Spec) -> str:
     ``mix16_post_cq6_ck11_postmix16``.
     """
     parts = [f"mix{spec.mixed_heads}"] * (spec.mixed_heads is not None)
+    parts += ["dynamic{}_{}".format(*ranks) for ranks in (spec.dynamic_ranks,) if ranks]
     parts += ["post_cq{}_ck{}".format(*kernel) for kernel in (spec.post_kernel,) if kernel]
     parts += [f"postmix{spec.post_mixed_heads}"] * (spec.post_mixed_heads is not None)
+    parts += ["postdynamic{}_{}".format(*ranks) for ranks in (spec.post_dynamic_ranks,) if ranks]
     return "_".join(parts)
 
 

@@ -218,15 +218,16 @@ class Plan:
 
 def _stages(spec: Spec) -> Iterator[tuple[str, str]]:
     """Yield the stages of a pipeline as (name, value), for the table."""
-    for when, kernel, mixed in (
-        ("before the softmax", spec.kernel, spec.mixed_heads),
-        ("after the softmax", spec.post_kernel, spec.post_mixed_heads),
+    for when, kernel, mixed, ranks in (
+        ("before the softmax", spec.kernel, spec.mixed_heads, spec.dynamic_ranks),
+        ("after the softmax", spec.post_kernel, spec.post_mixed_heads, spec.post_dynamic_ranks),
     ):
         if kernel:
             (cq, ck), (left, right) = kernel, spec.padding(kernel[1])
             yield f"convolution {when}", f"{cq} x {ck}, {left} keys left, {right} right"
         if mixed:
-            yield f"mixture {when}", f"groups of {mixed} heads"
+            dynamic = ", matrices of rank {} of queries and {} of keys".format(*ranks) if ranks else ""
+            yield f"mixture {when}", f"groups of {mixed} heads{dynamic}"
 
 
 def plan(

@@ -120,7 +120,8 @@ def exercise(plan: Plan, module: ModuleType, device: torch.device, pass_name: st
     q, k, v = (zeros(argument) for argument in spec.arguments[:3])
     weights = [zeros(argument) for argument in spec.weight_arguments.values()]
     weights = weights or [torch.zeros(heads, 1, 1, device=device)]  # plain attention is a convolution by a single tap
-    weights += [zeros(argument) for argument in spec.learned_arguments if argument.name not in spec.mask_parameters]
+    learned = [argument for argument in spec.learned_arguments if argument.name not in spec.mask_parameters]
+    shared, weights = weights, [*weights, *map(zeros, learned)]
     tables = (*spec.tables(pass_name), *spec.checked_arguments)
     others: list[Any] = []  # arguments after the scale
     if spec.packed:
@@ -142,7 +143,9 @@ def exercise(plan: Plan, module: ModuleType, device: torch.device, pass_name: st
         caches = [zeros(argument, Nk=spec.page_size) for argument in spec.arguments[1:3]]
         pages, all_lengths = [torch.zeros(1, 1, dtype=torch.int32, device=device), 1], [lengths]
     for new_tokens in (1, MAX_NEW_TOKENS):
-        q_tail = zeros(spec.decode_arguments[0], Nq=spec.context + new_tokens)
+        tail = spec.context + new_tokens
+        q_tail = zeros(spec.decode_arguments[0], Nq=tail)
+        weights = [*shared, *(zeros(argument, Nq=tail) for argument in learned)]
         for cache_seqlens in all_lengths:
             of_step = [zeros(table, Nq=q_tail.shape[2]) for table in tables]
             module.decode(q_tail, *caches, *weights, *of_step, 1.0, cache_seqlens, None, *pages)

@@ -114,7 +114,7 @@ class MtaCacheLayer(CacheLayerMixin):
         """
 
         def attend(entries: slice, first: int, state: LayerCache) -> Tensor:
-            return state.compute(op, weights, *(x[entries, first:] for x in (q, k, v)))
+            return state.compute(op, weights, q[entries, first:], k[entries, first:], v[entries, first:])
 
         def new_cache(batch: int, max_len: int) -> LayerCache:
             heads = q.shape[2], k.shape[2]
@@ -160,7 +160,7 @@ class MtaCacheLayer(CacheLayerMixin):
         if self.is_compileable and not compiled:
             state.longest = None  # as in compiled steps, which would else be compiled twice
             self._count = torch.as_tensor(self._count, device=x.device)
-            for held in (state.keys, state.values, state.queries, state.lengths, state.floors, self._count):
+            for held in (*(x for x in vars(state).values() if isinstance(x, Tensor)), self._count):
                 torch._dynamo.mark_static_address(held)
         self.state, self.is_initialized = state, True
         return out
@@ -186,8 +186,9 @@ class MtaCacheLayer(CacheLayerMixin):
         more = max(tokens, 2 * self.state.max_len) - self.state.max_len
         if tokens <= self.state.max_len:
             return self.state
-        keys, values = (F.pad(x, (0, 0, 0, more)) for x in (self.state.keys, self.state.values))
-        return replace(self.state, keys=keys, values=values)
+        held = self.state.keys, self.state.values, self.state.key_factors
+        keys, values, key_factors = (F.pad(x, (0, 0, 0, more)) for x in held)
+        return replace(self.state, keys=keys, values=values, key_factors=key_factors)
 
     def _select(self, entries: Tensor) -> None:
         if self.state is None:

@@ -29,6 +29,8 @@ LAYER_OPTIONS = (
     "mixed_heads",
     "post_kernel",
     "post_mixed_heads",
+    "dynamic_ranks",
+    "post_dynamic_ranks",
     "key_padding",
     "group_norm",
     "depth_rescale",
@@ -103,6 +105,7 @@ class MtaConfig(PreTrainedConfig):
         mixed_heads: as in the layer.
         post_kernel: as in the layer.
         post_mixed_heads: as in the layer.
+        dynamic_ranks, post_dynamic_ranks: as in the layer, which then takes no padded batches.
         key_padding: as in the layer.
         group_norm: as in the layer.
         depth_rescale: whether the norm rescales by the layer's number.
@@ -157,6 +160,8 @@ class MtaConfig(PreTrainedConfig):
         mixed_heads: int | None = None,
         post_kernel: tuple[int, int] | None = None,
         post_mixed_heads: int | None = None,
+        dynamic_ranks: tuple[int, int] | None = None,
+        post_dynamic_ranks: tuple[int, int] | None = None,
         key_padding: KeyPadding = "both",
         group_norm: bool = False,
         depth_rescale: bool = False,
@@ -209,6 +214,8 @@ class MtaConfig(PreTrainedConfig):
         self.mixed_heads = mixed_heads
         self.post_kernel = post_kernel
         self.post_mixed_heads = post_mixed_heads
+        self.dynamic_ranks = dynamic_ranks
+        self.post_dynamic_ranks = post_dynamic_ranks
         self.key_padding = key_padding
         self.group_norm = group_norm
         self.depth_rescale = depth_rescale
@@ -242,7 +249,7 @@ class MtaConfig(PreTrainedConfig):
             layer: the layer's number, from 0 on.
         """
         options = {name: getattr(self, name) for name in LAYER_OPTIONS} | self.layer_overrides.get(str(layer), {})
-        for name in ("kernel", "post_kernel", "window"):  # JSON has no tuples
+        for name in ("kernel", "post_kernel", "window", "dynamic_ranks", "post_dynamic_ranks"):  # JSON has no tuples
             options[name] = tuple(options[name]) if isinstance(options[name], list) else options[name]
         options["depth_rescale"] = layer if options["depth_rescale"] else None
         options["frequency_scaling"] = _frequency_scaling(options["frequency_scaling"])

@@ -78,4 +78,5 @@ def streamed(role: str, itemsize: int, target: Target) -> float:
 
 # Number of planes that kernels read and write. A plane that is read twice counts twice. The default is 2.
 _PLANES = {"scores": 1, "grad_shares": 1, "values": 1, "softmax": 3, "post_mix_backward": 4, "softmax_backward": 6}
+_PLANES |= {"mix_backward": 3}
 _PLANES |= dict.fromkeys(("outputs", "grad_queries", "grad_keys", "grad_values"), 1)

@@ -15,9 +15,10 @@ from .products import product_kernel
 from .row_formula import RowFormula
 from .row_shared import MAX_HEADS
 from .rows import RowKernel
-from .source import StripSource
+from .source import DECODE, StripSource
 from .stages import Stages
 from .steps import StepKernel
+from .tokens import TokenKernel
 from .values import ValuesKernel
 
 
@@ -54,6 +55,9 @@ def _candidates(spec: Spec, target: str, kernels: Iterable[Kernel]) -> Iterator[
         yield from plane_kernels(spec, target, stage, result)
         yield StepKernel(spec, target, stage, result)
     yield ValuesKernel(spec, target)
+    for mixing in stages.token_mixes:
+        roles = (f"{DECODE}{mixing.role}", mixing.role, f"{mixing.role}_backward")
+        yield from (TokenKernel(spec, target, mixing, kernel) for kernel in kernels if kernel.role in roles)
     row_kernels = (kernel for kernel in kernels if kernel.role in rows.ROLES)
     yield from (RowKernel(spec, target, kernel) for kernel in row_kernels if not _lacks_function(stages, kernel.role))
 

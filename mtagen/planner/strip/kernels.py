@@ -24,8 +24,13 @@ from ..sizes import B0, B1, BATCH, COUNT, GROUP, HEADS, KEYS, KV_HEADS, N_HEADS,
 from ..targets import get_target
 from .documents import PART, TILE
 from .sequence import by_descriptor, step_keys
-from .stages import Convolution, Stages, block_of
+from .stages import Convolution, Stages, TokenMixture, block_of
 
+# Keys of a block of a mixing whose matrices depend on tokens, if 16 heads mix: fewer where factors of a high rank, and
+# the sums of their gradients, take registers. Rows of a program, over which the backward pass sums those gradients.
+TOKEN_KEYS, FEW_TOKEN_KEYS, LOW_RANK = 64, 32, 2
+TOKEN_ROWS, GRADIENT_TOKEN_ROWS = 64, 128
+MAX_TOKEN_HEADS = 32  # of a group; a query's matrix and its gradient are as large as a tile of more heads
 PROGRAMS = 512  # programs per bundle in the backward pass, each with partial sums of gradients of matrices
 # Tiles of products: rows, keys, stages and warps. The first tile that fits shared memory is taken.
 PRODUCT_TILES = (
@@ -67,7 +72,8 @@ _READ_MASK = frozenset(
     (
         *("scores", "grad_shares", "convolution", "post_convolution"),
         *("convolution_adjoint", "post_convolution_adjoint"),
-        *("softmax", "post_mix", "probabilities", "post_mix_backward", "softmax_backward"),
+        *("softmax", "post_mix", "probabilities", "post_mix_backward", "softmax_backward", "mix", "mix_backward"),
+        *("mix_matrices_backward", "post_mix_matrices_backward"),
     )
 )
 _KEEP_SCALE = numbers("float", "keep_scale")  # factor of probabilities that dropout keeps
@@ -100,9 +106,12 @@ class _Maker:
 
     def forward(self) -> Iterator[Kernel]:
         stages = self._stages
+        yield from map(self._matrices, stages.token_mixes)
         yield self._product("scores", self._spec.head_dim)
         if stages.convolution:
             yield self._convolution(stages.convolution)
+        if stages.token_mix:
+            yield self._token_mix(stages.token_mix)
         yield self._rows(
             "softmax",
             ("x", "lse", "out", *self._weights(), *self._sink, *self._parameters),
@@ -112,7 +121,9 @@ class _Maker:
         )
         if stages.post_convolution:
             yield self._convolution(stages.post_convolution)
-        if stages.separate_post_mix:
+        if stages.token_post_mix:
+            yield self._token_mix(stages.token_post_mix)
+        elif stages.separate_post_mix:
             yield self._rows("post_mix", ("x", "out", "post_head_weight"), stages.post_heads, COUNT)
         if self._spec.packed:
             yield self._contraction("outputs", self._spec.value_head_dim)
@@ -126,13 +137,18 @@ class _Maker:
         stages, spec = self._stages, self._spec
         lengths, rows = (*pointers("seqlens"), *step_keys(spec)), decode_rows(spec)
         cache = Cache.of(spec).triton_arguments
+        yield from map(self._matrices, stages.token_mixes)
         yield self._product("decode_scores", spec.head_dim, rows, (*lengths, *cache))
         for stage in stages.convolutions:
             yield self._convolution(stage, "decode_", rows, (*lengths, *numbers("int32", "b0")))
+        if stages.token_mix:
+            yield self._token_mix(stages.token_mix, "decode_", lengths)
         more = (*numbers("int32", "n_q", "valid", *self._tokens), *lengths)
         tensors = ("x", "lse", "out", *self._weights(), *self._sink, *self._parameters)
         yield self._rows("decode_softmax", tensors, stages.heads, COUNT, more)
-        if stages.separate_post_mix:
+        if stages.token_post_mix:
+            yield self._token_mix(stages.token_post_mix, "decode_", lengths)
+        elif stages.separate_post_mix:
             tensors = ("x", "out", "post_head_weight")
             yield self._rows("decode_post_mix", tensors, stages.post_heads, COUNT, lengths)
         yield self._make(
@@ -161,16 +177,21 @@ class _Maker:
 
     def backward(self) -> Iterator[Kernel]:
         stages, spec = self._stages, self._spec
+        yield from map(self._matrices, stages.token_mixes)
         yield self._product("scores", spec.head_dim)
         if stages.convolution:
             yield self._convolution(stages.convolution)
+        if stages.token_mix:
+            yield self._token_mix(stages.token_mix)
         if stages.has_gradient_product:
             yield self._product("grad_shares", spec.value_head_dim)
         valid = numbers("int32", "n_q", "valid", *self._tokens)
         if stages.post_is_separate:
             tensors = ("x", "lse", "out", *self._mix(), *self._parameters)
             yield self._rows("probabilities", tensors, stages.heads, COUNT, valid)
-        if stages.separate_post_mix:
+        if stages.token_post_mix:
+            yield from self._token_mix_backward(stages.token_post_mix)
+        elif stages.separate_post_mix:
             names = ("x", "dy", "out", "post_head_weight", "partial")
             yield self._rows("post_mix_backward", names, stages.post_heads, Min(PROGRAMS, COUNT), (), programs=True)
         if stages.post_convolution:
@@ -186,6 +207,8 @@ class _Maker:
         weights = (*self._weights(), *(self._sink if stages.normalizes_again else ()), *self._parameters)
         names = ("x", "g", "lse", "grad_lse", "dx", *probabilities, *weights, *partials)
         yield self._rows("softmax_backward", names, stages.heads, Min(PROGRAMS, COUNT), valid, programs=True)
+        if stages.token_mix:
+            yield from self._token_mix_backward(stages.token_mix)
         if stages.convolution:
             yield from self._adjoints(stages.convolution)
         if stages.has_scores_backward:
@@ -375,6 +398,69 @@ class _Maker:
             self._convolution_tile(stage, rows),
             warps=4 if prefix else 8,
             stages=1,
+        )
+
+    def _token_mix(self, stage: TokenMixture, prefix: str = "", more: tuple[Argument, ...] = ()) -> Kernel:
+        return self._of_tokens(f"{prefix}{stage.role}", stage, ("x", "out", "matrices"), TOKEN_ROWS, more)
+
+    def _token_mix_backward(self, stage: TokenMixture) -> Iterator[Kernel]:
+        planes = ("x", "dy", "adjoints", *(("out", "matrices") if stage.final else ()))
+        partials = ("matrix_parts", *(("key_partial",) if stage.rank else ()))
+        role = f"{stage.role}_backward"
+        yield self._of_tokens(role, stage, (*planes, *partials), GRADIENT_TOKEN_ROWS)
+        factors = ("query_factors", "d_query_factors") if stage.query_rank else ()
+        yield self._make(
+            f"{stage.role}_matrices_backward",
+            (
+                *pointers("matrix_parts", *factors, "partial"),
+                *self._strip("n_heads", "b0", "n_q", "block_keys"),
+            ),
+            (Min(PROGRAMS, COUNT) * bundles(stage.heads),),
+            {"HEADS": stage.heads, "BLOCK_H": block_of(stage.heads), "PROGRAMS": PROGRAMS},
+            warps=1,
+        )
+
+    def _matrices(self, stage: TokenMixture) -> Kernel:
+        """Return the kernel that adds the matrices of queries to the weight."""
+        factors = ("query_factors",) if stage.query_rank else ()
+        return self._make(
+            f"{stage.role}_matrices",
+            (*pointers("weight", *factors, "out"), *numbers("int32", "n_q", "n_heads")),
+            (N_Q * BATCH * ceiling(N_HEADS / stage.heads),),
+            {"HEADS": stage.heads, "BLOCK_H": block_of(stage.heads)},
+            warps=1,
+        )
+
+    def _of_tokens(
+        self,
+        role: str,
+        stage: TokenMixture,
+        tensors: tuple[str, ...],
+        rows: int,
+        more: tuple[Argument, ...] = (),
+    ) -> Kernel:
+        """Return a kernel of a mixing whose matrices depend on tokens: a program owns a block of keys and some rows.
+
+        Raises:
+            PlanError: a group has too many heads.
+        """
+        if stage.heads > MAX_TOKEN_HEADS:
+            rule = f"kernels mix at most {MAX_TOKEN_HEADS} heads by matrices that depend on tokens"
+            raise PlanError(explain("heads of a group", stage.heads, rule, "a smaller group, or backend='torch'"))
+        keys = TOKEN_KEYS if stage.rank <= LOW_RANK and self._spec.dtype != "fp32" else FEW_TOKEN_KEYS
+        block_keys = row_keys(stage.heads, keys)
+        tensors = (*tensors, *(("key_factors",) if stage.rank else ()))
+        given = {argument.name for argument in more}
+        numbers_of_tensors = numbers("int32", *(name for name in ("n_q", "n_k") if name not in given))
+        key0 = () if more else numbers("int32", "key0")
+        chunks = numbers("int32", "all_chunks") if "key_partial" in tensors else ()
+        dropout = tuple(x for x in self._dropout(role, *_KEEP_SCALE) if x not in key0)
+        return self._make(
+            role,
+            (*pointers(*tensors), *self._strip("n_heads", "b0"), *numbers_of_tensors, *chunks, *more, *key0, *dropout),
+            (ceiling(KEYS / block_keys) * ceiling(COUNT / rows) * bundles(stage.heads),),
+            {"HEADS": stage.heads, "BLOCK_H": block_of(stage.heads), "BLOCK_N": block_keys, "ROWS": rows},
+            warps=keys // 16,
         )
 
     def _rows(

@@ -94,6 +94,10 @@ class StripModule:
         """Return the kernel of a role, which is the same in all passes that have it."""
         return self._kernels[role]
 
+    def constants(self, role: str) -> Mapping[str, int]:
+        """Return the constants of the kernel of a role."""
+        return dict(self.kernel(role).constants)
+
     def in_triton(self, role: str) -> bool:
         """Return whether the module has a Triton kernel of a role."""
         return role in self._kernels and role not in self.cuda

@@ -243,6 +243,9 @@ class StripLowering:
             rule = "the strip lowering replaces only the fused backward pass of a convolution"
             raise PlanError(explain("pass", pass_name, rule, "backend='triton'"))
         check_pages(spec, "strip")
+        if spec.dynamic_ranks and spec.convolved:
+            rule = "no kernel applies it before a mixing that depends on tokens"
+            raise PlanError(explain("convolved", spec.convolved, rule, "None, or backend='torch'"))
         pairs = ("pairs",) * (self.backend == "triton")
         check_learned(spec, "strip", ("scores", "convolved", "visible", *pairs, "parameters", "sink"))
         plan = StripPass(spec, target.name, pass_name, self.backend)
@@ -268,6 +271,7 @@ class StripLowering:
         """
         d, dv = spec.head_dim, spec.value_head_dim
         stages = sum(cq * ck for cq, ck in spec.kernels.values()) + sum(spec.mixed.values())
+        stages += sum(2 * rank + 1 for rank in spec.ranks.values())
         return {"forward": 2 * (d + dv + stages), "backward": 2 * (3 * d + 2 * dv + 3 * stages)}[pass_name]
 
 

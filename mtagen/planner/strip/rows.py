@@ -106,6 +106,8 @@ class RowKernel(StripSource):
 
     @property
     def fits(self) -> bool:
+        if "post_mix" in self.role and self.stages.token_post_mix:
+            return False  # all tokens of the kernel's mixings share their matrices
         sums = self.role == "softmax_backward" and ScoreStage.of(self.spec).sums  # gradients of parameters
         return self.heads <= MAX_HEADS and self.shared.depth > 0 and not sums
 

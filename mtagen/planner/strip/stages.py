@@ -94,6 +94,83 @@ class Mixture:
 
 
 @dataclass(frozen=True)
+class TokenMixture:
+    """One mixing of heads whose matrices depend on tokens. It has kernels of its own.
+
+    A query's matrix and the weight's are added up before; kernels read their sum, and the keys' factors.
+
+    Attributes:
+        role: role of its kernel of forward passes.
+        weight: name of its matrices.
+        query_factors, key_factors: names of the factors.
+        heads: number of heads of a group.
+        rank: rank of a key's matrix; 0 if keys have none.
+        query_rank: rank of a query's matrix; 0 if queries have none.
+        final: whether it follows the softmax. Its results are multiplied by values, so hidden results must be zeros.
+        scale: factor of the scores or probabilities in the plane that it mixes.
+        factor: factor of the results.
+    """
+
+    role: str
+    weight: str
+    query_factors: str
+    key_factors: str
+    heads: int
+    rank: int
+    query_rank: int
+    final: bool
+    scale: float
+    factor: float
+
+    @property
+    def width(self) -> int:
+        """Number of factors that a key has for each head."""
+        return 2 * self.rank + 1 if self.rank else 0
+
+    @property
+    def query_width(self) -> int:
+        """Number of factors that a query has for each head."""
+        return 2 * self.query_rank + 1 if self.query_rank else 0
+
+    @property
+    def partial(self) -> str:
+        """The host's name of the partial sums of the gradient of the weight."""
+        return f"{self.role}_partial"
+
+    @property
+    def matrices(self) -> str:
+        """The host's name of the matrices of queries."""
+        return "post_matrices" if self.final else "matrices"
+
+    @property
+    def adjoints(self) -> str:
+        """The host's name of the same matrices in the dtype of gradients."""
+        return "post_adjoints" if self.final else "adjoints"
+
+    @property
+    def values(self) -> Mapping[str, str]:
+        """The host's names of the tensors that kernels of forward passes read, by the names of kernels' arguments."""
+        return {"matrices": self.matrices} | ({"key_factors": self.key_factors} if self.rank else {})
+
+    @property
+    def key_partial(self) -> str:
+        """The host's name of the sums of the gradients of keys' factors over chunks of rows."""
+        return f"{self.role}_key_partial"
+
+    @property
+    def chunks(self) -> str:
+        """The host's name of the number of chunks of rows over which programs sum gradients of keys' factors."""
+        return f"{self.role}_chunks"
+
+    @property
+    def gradient_values(self) -> Mapping[str, str]:
+        """The host's names of the tensors of kernels of gradients, and of the sums that they add to."""
+        keys = {"key_factors": self.key_factors, "key_partial": self.key_partial, "all_chunks": self.chunks}
+        matrices = {"matrices": self.matrices} if self.final else {}
+        return {"adjoints": self.adjoints, **matrices, **(keys if self.rank else {})}
+
+
+@dataclass(frozen=True)
 class Stages:
     """The stages of a pipeline as its kernels take them.
 
@@ -135,8 +212,34 @@ class Stages:
 
     @property
     def mix(self) -> Mixture | None:
-        """The mixing before the softmax, or None."""
+        """The mixing before the softmax that the softmax's kernels compute, or None."""
+        if self.token_mix is not None:
+            return None
         return Mixture("head_weight", self.spec.mixed_heads) if self.spec.mixed_heads else None
+
+    @property
+    def token_mix(self) -> TokenMixture | None:
+        """The mixing before the softmax, if its matrices depend on tokens."""
+        if self.spec.dynamic_ranks is None or self.spec.mixed_heads is None:
+            return None
+        rank_q, rank_k = self.spec.dynamic_ranks
+        names, heads = ("head_weight", "query_factors", "key_factors"), self.spec.mixed_heads
+        return TokenMixture("mix", *names, heads, rank_k, rank_q, False, SCORE_SCALE, 1.0)
+
+    @property
+    def token_post_mix(self) -> TokenMixture | None:
+        """The mixing after the softmax, if its matrices depend on tokens."""
+        if self.spec.post_dynamic_ranks is None or self.spec.post_mixed_heads is None:
+            return None
+        rank_q, rank_k = self.spec.post_dynamic_ranks
+        names, heads = ("post_head_weight", "post_query_factors", "post_key_factors"), self.spec.post_mixed_heads
+        scales = PROBABILITY_SCALE, 1 / PROBABILITY_SCALE
+        return TokenMixture("post_mix", *names, heads, rank_k, rank_q, True, *scales)
+
+    @property
+    def token_mixes(self) -> tuple[TokenMixture, ...]:
+        """The mixings whose matrices depend on tokens, in order."""
+        return tuple(stage for stage in (self.token_mix, self.token_post_mix) if stage)
 
     @property
     def post_mix(self) -> Mixture | None:
@@ -145,10 +248,11 @@ class Stages:
 
     @property
     def post_is_separate(self) -> bool:
-        """Whether probabilities are stored, for a convolution, or for a mixing that does not fit
+        """Whether probabilities are stored, for a convolution, or for a mixing that depends on tokens or does not fit
         mix's bundles.
         """
-        return self.post_convolution is not None or (self.post_mix is not None and self._closed > MAX_MIXED_HEADS)
+        stored = self.post_convolution is not None or self.token_post_mix is not None
+        return stored or (self.post_mix is not None and self._closed > MAX_MIXED_HEADS)
 
     @property
     def separate_post_mix(self) -> bool:
@@ -193,7 +297,7 @@ class Stages:
         the mixing, so with dropout the probabilities themselves must be mixed.
         """
         alone = self.post_mix is not None and self.mix is None and self.post_convolution is None
-        return alone and not self.spec.dropout
+        return alone and not (self.spec.dropout or self.token_mixes)
 
     @property
     def normalizes_again(self) -> bool:
@@ -214,12 +318,12 @@ class Stages:
         """The smallest number of consecutive heads that mix only with each other, before and after
         the softmax.
         """
-        return math.lcm(self.spec.mixed_heads or 1, self.spec.post_mixed_heads or 1)
+        return math.lcm(self.mix.heads if self.mix else 1, self.spec.post_mixed_heads or 1)
 
     @property
     def heads(self) -> int:
         """Number of heads of a bundle, which one program of the softmax takes."""
-        return _bundle(self._closed if self.fused_post_mix else self.spec.mixed_heads or 1)
+        return _bundle(self._closed if self.fused_post_mix else self.mix.heads if self.mix else 1)
 
     @property
     def post_heads(self) -> int:
@@ -276,7 +380,7 @@ class Stages:
     @property
     def backward_planes(self) -> tuple[str, ...]:
         """Names of the planes of a strip in the backward pass."""
-        convolved = ("convolved",) if self.convolution else ()
+        convolved = (("convolved",) if self.convolution else ()) + (("mixed",) if self.token_mix else ())
         if not self.post_is_separate:
             return ("scores", *convolved, "grad_shares", "shares")
         return ("scores", *convolved, "grad_shares", "probabilities", *(("shares",) if self.post_convolution else ()))
@@ -285,7 +389,8 @@ class Stages:
     def matrix_partials(self) -> Mapping[str, int]:
         """Names of the partial sums of matrices' gradients, each with the heads of its bundles."""
         partials = {"mix_partial": self.heads} if self.mix else {}
-        return partials | ({"post_mix_partial": self.post_heads} if self.post_mix else {})
+        partials |= {"post_mix_partial": self.post_heads} if self.post_mix else {}
+        return partials | {stage.partial: stage.heads for stage in self.token_mixes}
 
 
 def _aligned(keys: int) -> int:

@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         "removed-tokens-leave-their-queries",
         "mtagen/nn/cache.py",
-        "self.queries.copy_(self.queries.roll(tokens, 2))",
+        "held.copy_(held.roll(tokens, 2))",
         "pass",
         "Tokens that follow removed ones are convolved with the removed queries.",
         ("tests/test_nn.py::test_tokens_taken_back",),
