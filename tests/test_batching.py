@@ -103,7 +103,7 @@ def test_without_earlier_queries_tokens_differ(model: MtaForCausalLM, monkeypatc
     append = Rings.append
 
     def forgetful(rings: Rings, q: torch.Tensor, step: Step) -> torch.Tensor:
-        return append(rings, q, step).index_fill(0, step.earlier.flatten(), 0)
+        return append(rings, q, step).index_fill(0, step.places.earlier_rows.flatten(), 0)
 
     monkeypatch.setattr(Rings, "append", forgetful)
     assert equal(model, batched(model, 8, 16)) < len(PROMPTS)

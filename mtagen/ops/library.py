@@ -269,6 +269,25 @@ def backward(call: Call, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: T
     return grads
 
 
+def define_op(
+    name: str, arguments: Sequence[str], returns: str, kernel: Callable[..., Any], fake: Callable[..., Any]
+) -> OpOverload:
+    """Define an op in the namespace ``mtagen`` without gradients, and return it.
+
+    Args:
+        name: the op's name.
+        arguments: the op's arguments, as its schema declares them.
+        returns: the type of its results, as its schema declares it.
+        kernel: computes the op.
+        fake: returns empty results, for tracing.
+    """
+    _library.define(f"{name}({', '.join(arguments)}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mtagen::{name}", fake, lib=_library)
+    op: OpOverload = getattr(torch.ops.mtagen, name).default
+    return op
+
+
 def register_op(
     name: str,
     arguments: Sequence[str],
@@ -278,26 +297,19 @@ def register_op(
     function: type[Recorded],
     flop: Callable[..., int],
 ) -> None:
-    """Register an op in the namespace ``mtagen``, which :func:`run` calls by its name.
+    """Register an op with gradients, which :func:`run` calls by its name.
 
     Args:
-        name: the op's name.
-        arguments: the op's arguments, as its schema declares them.
-        returns: the type of its results, as its schema declares it.
-        kernel: computes the op.
-        fake: returns empty results, for tracing.
+        name, arguments, returns, kernel, fake: as in :func:`define_op`.
         function: differentiates the op.
         flop: counts the op's flop.
     """
-    _library.define(f"{name}({', '.join(arguments)}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
-    packet = getattr(torch.ops.mtagen, name)
-    op = packet.default
+    op = define_op(name, arguments, returns, kernel, fake)
+    packet = op.overloadpacket
     register_flop_formula(packet, get_raw=True)(lambda *arguments, **_: flop(*arguments))
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
     _library.impl(name, partial(_autograd, partial(_below_autograd, op), function), "Autograd")
     for autocast_key in _AUTOCAST_KEYS:
         _library.impl(name, partial(_without_autocast, op), autocast_key)
-    torch.library.register_fake(f"mtagen::{name}", fake, lib=_library)
     torch.library.register_vmap(f"mtagen::{name}", partial(_vmapped, op, function.returns), lib=_library)
     _library.impl(name, partial(_vmapped_by_autograd, op, function.returns), "Batched")
     _OPS[name] = _Op(op, kernel, function)

@@ -91,11 +91,19 @@ def check_paged(
     checked = check_packed(spec, dtypes, q, k_pages[:, 0], v_pages[:, 0], weights)
     _check_requests(pages, size, len(k_pages), q, spec.context)
     checked += check_slots(spec, q, k_pages[:, 0], sink, parameters, len(pages.lengths))
-    given = [q, k_pages, v_pages, *(x for x in checked if x is not None)]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+    check_no_gradients([q, k_pages, v_pages, *checked])
+    return checked
+
+
+def check_no_gradients(tensors: Sequence[Tensor | None]) -> None:
+    """Check that no gradients of a call are asked for.
+
+    Raises:
+        InputError: they are.
+    """
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         rule = "calls on pages compute no gradients"
         raise InputError(explain("gradients", "enabled", rule, "torch.inference_mode(), torch.no_grad(), or op.varlen"))
-    return checked
 
 
 def check_page_size(size: int, device_type: str) -> None:

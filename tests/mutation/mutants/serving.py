@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from ..mutant import Mutant
 
-RINGS, PAGES, BATCHING = "mtagen/serving.py", "mtagen/ops/pages.py", "mtagen/transformers/batching.py"
+RINGS, APPEND, PAGES = "mtagen/serving.py", "mtagen/ops/append.py", "mtagen/ops/pages.py"
+BATCHING = "mtagen/transformers/batching.py"
 SERVING, PAGED = "tests/test_serving.py", "tests/test_paged.py"
 
 MUTANTS = (
     Mutant(
         "rings-are-read-after-the-step",
         RINGS,
-        "torch.where(step.is_open[..., None, None], open_pages, self.queries[step.page, step.slot])",
-        "self.queries[step.page, step.slot]",
+        "torch.where(is_replaced, REPLACED, place)",
+        "place",
         "New queries have taken the slots of earlier ones in the page that a request goes on filling.",
         (SERVING,),
     ),
     Mutant(
         "rings-are-read-before-the-step",
-        RINGS,
-        "torch.where(step.is_open[..., None, None], open_pages, self.queries[step.page, step.slot])",
-        "open_pages",
+        APPEND,
+        "x.rings[_pages_and_rows(places.queries[stored], slots)] = x.q[stored]",
+        "x.rings[_pages_and_rows(places.queries[stored], slots)], x = x.q[stored], x._replace(rings=x.rings.clone())",
         "A shared page that another request fills in the same step is read before it is full.",
         (SERVING,),
+    ),
+    Mutant(
+        "kernels-move-no-replaced-queries",
+        "mtagen/ops/row_kernels.py",
+        "if replaced_row >= 0:",
+        "if replaced_row < -1:",
+        "Triton's kernel overwrites earlier queries that the request needs.",
+        ("tests/interpreter/test_rings.py",),
     ),
     Mutant(
         "rings-have-no-spare-slots",
@@ -43,8 +52,8 @@ MUTANTS = (
     Mutant(
         "rings-before-the-start-are-read",
         RINGS,
-        "earlier.masked_fill(~step.exists[..., None, None], 0)",
-        "earlier",
+        "torch.where(position < 0, BEFORE_START, place)",
+        "place",
         "What a ring holds of other tokens counts as queries before the first token.",
         (SERVING,),
     ),
@@ -65,11 +74,11 @@ MUTANTS = (
         (SERVING,),
     ),
     Mutant(
-        "unread-queries-go-to-the-last-page",
+        "padding-is-stored-in-pages",
         RINGS,
-        "rings.unread % len(rings.queries), lengths.device",
-        "len(rings.queries) - 1, lengths.device",
-        "Queries that nobody reads overwrite those of a page that an engine may give to a request.",
+        "torch.where(is_real, page * size + place, NOWHERE)",
+        "page * size + place",
+        "Tokens after the last request overwrite the keys and values of its first page.",
         (SERVING,),
     ),
     Mutant(
