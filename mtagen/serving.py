@@ -20,7 +20,8 @@ from .call import document_of
 from .errors import InputError, explain
 from .ops.append import BEFORE_START, NOWHERE, REPLACED, Append, Places, append
 from .ops.attention import AttentionOp
-from .ops.pages import check_no_gradients
+from .ops.checks import may_read
+from .ops.pages import check_no_gradients, check_table
 from .spec import as_int
 
 __all__ = ["Rings", "Step"]
@@ -123,7 +124,14 @@ class Step:
         Args:
             block_table: ``(requests, width)`` int32, as :meth:`mtagen.AttentionOp.paged` takes it.
             rings, cu_seq_q, lengths, total: as in :meth:`of`.
+
+        Raises:
+            InputError: as :meth:`of`; or a request has too many keys, or a page that the rings lack. A
+                GPU's tables are checked with ``MTAGEN_CHECK_VALUES=1``.
         """
+        if may_read(lengths):
+            room = block_table.shape[1] * rings.size
+            check_table(block_table, lengths, rings.size, len(rings.queries), room)
         table = block_table if block_table.shape[1] else F.pad(block_table, (0, 1))  # if no request has a token
         return cls.of(rings, cu_seq_q, lengths, total, lambda request, at: table[request, at // rings.size])
 

@@ -10,6 +10,8 @@ from paged import assert_alone_alike, contiguous, draw
 from torch import Tensor
 
 import mtagen
+from mtagen import InputError
+from mtagen.ops.checks import _waits_for_gpus
 from mtagen.serving import Rings, Step
 
 pytestmark = pytest.mark.gpu
@@ -80,6 +82,24 @@ def test_a_captured_call_serves_other_requests(backend: Any) -> None:
     count = sum(new for new, _ in OTHERS)
     assert torch.equal(out[:count], expected[:count])
     assert not out[count:].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [("block_table", 99, "must be a page"), ("lengths", 401, "number of keys"), ("cu_seq_q", 0, "must not decrease")],
+)
+def test_values_are_checked_for_debugging(monkeypatch: pytest.MonkeyPatch, name: str, value: int, message: str) -> None:
+    op = mtagen.build((6, 11), 64, backend="triton")
+    given = draw(op.plan.spec, REQUESTS, 16, dtype=torch.bfloat16, device="cuda").arguments
+    wrong = given[name].clone()
+    wrong[5] = value
+    monkeypatch.setenv("MTAGEN_CHECK_VALUES", "1")
+    _waits_for_gpus.cache_clear()
+    try:
+        with torch.inference_mode(), pytest.raises(InputError, match=message):
+            op.paged(**given | {name: wrong})
+    finally:
+        _waits_for_gpus.cache_clear()
 
 
 def test_a_captured_step_of_rings_serves_other_requests() -> None:

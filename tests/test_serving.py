@@ -154,6 +154,16 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
     assert not stored["k_pages"].any()
 
 
+def test_tables_of_steps_are_checked() -> None:
+    rings, step, _ = one_step()
+    boundaries = torch.tensor([0, 3, 5], dtype=torch.int32), step.lengths
+    for page in (-1, 4):
+        with pytest.raises(InputError, match=rf"block_table\[1\]: got {page}; must be a page; legal: 0..3"):
+            Step.of_tables(rings, *boundaries, 5, torch.tensor([[3, page], [2, page]], dtype=torch.int32))
+    with pytest.raises(InputError, match=r"lengths\[1\]: got 9; must be a number of keys; legal: 0..8"):
+        Step.of_tables(rings, *boundaries, 5, torch.tensor([[3], [2]], dtype=torch.int32))
+
+
 def test_the_last_token_of_a_shared_page_is_computed_again() -> None:
     engine = Engine(8, 1)
     engine.begin()

@@ -12,7 +12,7 @@ from ..arguments import check_dense
 from ..call import Call, Documents, Step, document_of
 from ..errors import InputError, explain
 from ..spec import MAX_NEW_TOKENS, Spec, as_int
-from .checks import check_boundaries, check_packed, check_slots, is_aligned, is_length
+from .checks import check_boundaries, check_packed, check_slots, is_aligned, is_length, may_read
 
 SMALLEST_PAGE = 16  # tokens, on a GPU
 
@@ -61,8 +61,8 @@ def check_paged(
         The weights, the sink and the parameters, as registered ops take them.
 
     Raises:
-        InputError: some argument does not fit. The values of tables and lengths are checked on the
-            CPU only.
+        InputError: some argument does not fit. The values of tables and lengths are checked if
+            :func:`.checks.may_read`.
     """
     if spec.right != 0:
         rule = "a request's queries would see keys that later steps write"
@@ -140,14 +140,31 @@ def _check_requests(pages: Pages, size: int, count: int, q: Tensor, context: int
     if len(q) < requests * context:
         rule = f"must hold {context} earlier queries for each of {requests} requests"
         raise InputError(explain("rows of q", len(q), rule, f"{requests * context} or more"))
-    if not (q.is_cpu and type(q) is Tensor and not torch.compiler.is_compiling()):
+    if not may_read(lengths):
         return
+    check_table(table, lengths, size, count, max_k)
     for request, (rows, keys) in enumerate(zip(pages.boundaries.diff().tolist(), lengths.tolist(), strict=True)):
-        if not 0 <= keys <= max_k:
-            raise InputError(explain(f"lengths[{request}]", keys, "must be a number of keys", f"0..{max_k}"))
         if rows < context or (keys and rows > context + keys):
             rule = f"a request has {context} earlier rows, then at most one new row for each of its {keys} keys"
             raise InputError(explain(f"rows of request {request}", rows, rule, f"{context}..{context + keys}"))
+
+
+def check_table(table: Tensor, lengths: Tensor, size: int, count: int, most: int) -> None:
+    """Check what a table of pages and lengths hold.
+
+    Args:
+        table: ``(requests, width)``.
+        lengths: ``(requests,)``.
+        size: tokens of a page.
+        count: number of pages.
+        most: the most keys of a request.
+
+    Raises:
+        InputError: a request has too many keys, or a page that does not exist.
+    """
+    for request, keys in enumerate(lengths.tolist()):
+        if not 0 <= keys <= most:
+            raise InputError(explain(f"lengths[{request}]", keys, "must be a number of keys", f"0..{most}"))
         used = table[request, : -(-keys // size)].tolist()
         if wrong := [page for page in used if not 0 <= page < count]:
             raise InputError(explain(f"block_table[{request}]", wrong[0], "must be a page", f"0..{count - 1}"))
