@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..runtime.triton_package import serves
 from .executor import on_device_of
-from .library import define_op
+from .library import define_op, run
 
 NOWHERE = -1  # a place of what is not stored
 BEFORE_START, REPLACED = -1, -2  # in the places of earlier queries
@@ -86,7 +86,7 @@ def append(arguments: Append) -> Tensor:
     stored, because another request of the same step may have filled a shared page.
     """
     *tensors, places = arguments
-    rows: Tensor = _op(*tensors, *places)
+    rows: Tensor = run("append", *tensors, *places)
     return rows
 
 
@@ -155,7 +155,7 @@ def _with_dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-_op = define_op(
+define_op(
     "append",
     [
         "Tensor(a!) rings",

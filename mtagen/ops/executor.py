@@ -19,7 +19,7 @@ from ..runtime.load import Passes
 from ..spec import Spec
 from . import mask_tables
 from .checks import is_aligned
-from .pages import copied, with_earlier_zeros, without_pages
+from .copies import copied, with_earlier_zeros, without_pages
 
 
 def plain_only(packed: bool, dropout: bool, page_size: int | None) -> Passes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..mutant import Mutant
 
-RINGS, APPEND, PAGES = "mtagen/serving.py", "mtagen/ops/append.py", "mtagen/ops/pages.py"
+RINGS, APPEND, ROWS = "mtagen/serving.py", "mtagen/ops/append.py", "mtagen/ops/row_kernels.py"
+COPIES, REQUESTS = "mtagen/ops/copies.py", "mtagen/ops/requests.py"
 BATCHING = "mtagen/transformers/batching.py"
 SERVING, PAGED = "tests/test_serving.py", "tests/test_paged.py"
 
@@ -27,7 +28,7 @@ MUTANTS = (
     ),
     Mutant(
         "kernels-move-no-replaced-queries",
-        "mtagen/ops/row_kernels.py",
+        ROWS,
         "if replaced_row >= 0:",
         "if replaced_row < -1:",
         "Triton's kernel overwrites earlier queries that the request needs.",
@@ -83,7 +84,7 @@ MUTANTS = (
     ),
     Mutant(
         "keys-of-the-next-page",
-        PAGES,
+        COPIES,
         "block_table[request, place // size], 0)",
         "block_table[request, (place + 1) // size], 0)",
         "The last key of a page is read from the page after it.",
@@ -91,7 +92,7 @@ MUTANTS = (
     ),
     Mutant(
         "slots-behind-the-last-key-are-read",
-        PAGES,
+        REQUESTS,
         "torch.cat([ends.new_zeros(1), ends])",
         "torch.cat([ends.new_zeros(1), ends + 1])",
         "Requests see what the places after their last keys hold.",
@@ -99,7 +100,7 @@ MUTANTS = (
     ),
     Mutant(
         "rows-before-the-start-count",
-        PAGES,
+        COPIES,
         "q=call.q.masked_fill(before[:, None, None], 0)",
         "q=call.q",
         "What stands in rows before a request's start, which may be NaN, changes its results.",
@@ -107,15 +108,31 @@ MUTANTS = (
     ),
     Mutant(
         "earlier-rows-are-results",
-        PAGES,
-        "(document_of(_new_begins(cu_seq_q, context), rows) + 1) * context",
-        "document_of(_new_begins(cu_seq_q, context), rows) * context",
+        REQUESTS,
+        "row = query + (request + 1) * context",
+        "row = query + request * context",
         "Results begin with those of the earlier queries.",
         (PAGED,),
     ),
     Mutant(
+        "kernels-take-earlier-rows-as-results",
+        ROWS,
+        "row = (query + (request + 1) * CONTEXT).to(tl.int64)",
+        "row = (query + request * CONTEXT).to(tl.int64)",
+        "Results of chunks begin with those of the earlier queries.",
+        ("tests/interpreter/test_paged.py",),
+    ),
+    Mutant(
+        "kernels-count-keys-from-each-block",
+        ROWS,
+        "total + tl.cumsum(others, 0)",
+        "tl.cumsum(others, 0)",
+        "Keys of requests after the first 1024 begin where those of other requests lie.",
+        ("tests/interpreter/test_paged.py",),
+    ),
+    Mutant(
         "caches-of-the-next-page",
-        PAGES,
+        COPIES,
         "block_table[:, place // size], 0)",
         "block_table[:, (place + 1) // size], 0)",
         "The last key of a page is read from the page after it, in steps of single tokens.",
