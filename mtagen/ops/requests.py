@@ -144,7 +144,7 @@ def _merge_by_torch(
     is_step = (query < end) & (end - begins[:-1][request] <= new)
     number = (new - end + query).clamp(0, new - 1)
     out = torch.where(is_step[:, None, None], steps[request, :, number], out)
-    return out, torch.where(is_step, steps_lse[request, :, number].T, lse)
+    return out, torch.where(is_step[:, None], steps_lse[request, :, number], lse.T).T.contiguous()
 
 
 def _merge_by_triton(
