@@ -6,7 +6,7 @@ The file needs nothing else except the CUDA sources that it launches, which lie 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -68,6 +68,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "RECORD": RECORD,
         "PART": PART,
         # How kernels are printed and launched
+        "page_tile": partial(_page_tile, spec),
         "legend": _legend(module),
         "block_of": block_of,
         "target": module.target,
@@ -139,6 +140,20 @@ def _parts_of(spec: Spec, place: str, head: str, tokens: tuple[str, str, str]) -
         tokens: ``tokens`` of the template that says where rows lie.
     """
     return parts_call(ScoreStage.of(spec, place), head, *tokens, "tokens", "n_heads")
+
+
+def _page_tile(spec: Spec, name: str, at: Sequence[str], block: Sequence[str]) -> str:
+    """Return the call that loads a tile of keys or values of a packed document from pages; empty if there are none.
+
+    Keys count from the first one of their document.
+    """
+    if not (spec.packed and spec.page_size and name == "y"):
+        return ""
+    _, head, row, _ = at
+    rows, width = block
+    where = f"y_ptr, {head} * y_h, block_table_ptr + document * table_width"
+    extents = f"{row} + tl.arange(0, {rows}), y_rows, y_b, y_n, y_width, {spec.page_size}, {width}"
+    return f"_load_pages(\n            {where},\n            {extents},\n        )"
 
 
 def _legend(module: StripModule) -> Iterator[str]:

@@ -63,8 +63,8 @@ class Executor:
         kernels = self._kernels_for(call.q, call.documents, call.dropout, _page_size(call.block_table, call.k))
         if call.block_table is not None:
             reads_pages = kernels is not None and kernels.reads_pages
-            # With mask="source", kernels that read pages ignore queries before a request's start.
-            if self.spec.context and not (reads_pages and self.spec.mask == "source"):
+            skips = kernels is not None and kernels.skips_earlier_rows and self.spec.mask == "source"
+            if self.spec.context and not skips:
                 call = with_earlier_zeros(call)
             call = call if reads_pages else copied(call)
         q, k, v, documents, dropout = call.q, call.k, call.v, call.documents, call.dropout

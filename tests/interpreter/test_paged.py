@@ -9,6 +9,7 @@ import torch
 from paged import assert_alone_alike, contiguous, draw
 
 import mtagen
+from mtagen.ops import library
 from mtagen.ops.requests import divide
 from mtagen.runtime.triton_package import serves
 
@@ -16,6 +17,7 @@ REQUESTS = ((1, 1), (3, 20), (0, 7), (1, 33), (9, 9), (0, 0))
 PIPELINES: dict[str, dict[str, Any]] = {
     "plain": {"kernel": None},
     "convolution": {"kernel": (3, 4)},
+    "lifted queries": {"kernel": (4, 2), "window": (9, 0)},
     "everything": {"kernel": (3, 4), "mixed_heads": 2, "post_kernel": (2, 3), "post_mixed_heads": 2},
 }
 
@@ -24,6 +26,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
 def test_bits(stages: dict[str, Any]) -> None:
     op = mtagen.build(**{"head_dim": 16} | stages, backend="triton")
     given = draw(op.plan.spec, REQUESTS, 16, heads=2, kv_heads=1, dtype=torch.float32)
+    assert library.executor_of(op._key).variants(True, False, 16).reads_pages
     assert torch.equal(op.paged(**given.arguments), contiguous(op, given))
     assert_alone_alike(op, given, num_splits=2)
 
