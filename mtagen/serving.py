@@ -268,9 +268,10 @@ class Rings:
         """Store the new tokens of a step, and return their queries with the earlier ones that they depend on.
 
         Earlier queries that new ones overwrite are read first. The others are read afterwards,
-        because another request of the same step may have filled a shared page. On a GPU, Triton's
-        kernels do it, which a CUDA graph can capture; without Triton, PyTorch's indexing does, which
-        waits for the GPU.
+        because another request of the same step may have filled a shared page.
+
+        Triton's kernels do it on a GPU, and the first call compiles them; a CUDA graph can capture
+        later ones. Without Triton, PyTorch's indexing does it and waits for the GPU.
 
         Args:
             q: ``(total, H, D)``, the new queries.

@@ -523,9 +523,9 @@ class AttentionOp:
 
         A request may have any number of new queries: a chunk of a prompt, or one token, or none.
         The kernels of :meth:`decode` compute requests with at most ``decode_threshold`` new queries,
-        and those of :meth:`varlen` all others; the device decides. Kernels of decode, and CUDA's fused
-        kernels of varlen, read keys from the pages. Other kernels of varlen, and PyTorch's ops, take
-        copies of the keys. :class:`mtagen.serving.Rings` keeps the earlier queries.
+        and those of :meth:`varlen` all others; the device decides. Both read keys from the pages. PyTorch's
+        ops, and fused kernels that place values side by side, take copies of the keys.
+        :class:`mtagen.serving.Rings` keeps the earlier queries.
 
         Args:
             q: ``(total, H, D)``, the requests' rows one request after another: the ``context``
