@@ -49,9 +49,10 @@ class Requests:
         used = -(-lengths.cpu() // PAGE)
         self.pages, width = int(used.sum()), int(used.max())
         order = torch.randperm(self.pages, dtype=torch.int32).split(used.tolist())
-        self.table = torch.stack([torch.nn.functional.pad(mine, (0, width - len(mine))) for mine in order]).cuda()
+        table = torch.stack([torch.nn.functional.pad(mine, (0, width - len(mine))) for mine in order])
+        self.table = table.to(lengths.device)
         self.lengths, self.longest = lengths, int(lengths.max())
-        self.begins = torch.arange(len(lengths) + 1, device="cuda", dtype=torch.int32)
+        self.begins = torch.arange(len(lengths) + 1, device=lengths.device, dtype=torch.int32)
         self.step: Step | None = None  # of all layers
 
     def step_of(self, rings: Rings) -> Step:
@@ -64,9 +65,9 @@ class Requests:
 class LayerPages(EngineCache):
     """The pages of a layer."""
 
-    def __init__(self, requests: Requests, layer: MultiTokenAttention) -> None:
+    def __init__(self, requests: Requests, layer: MultiTokenAttention, dtype: torch.dtype) -> None:
         self.requests = requests
-        made: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+        made: dict[str, Any] = {"device": requests.lengths.device, "dtype": dtype}
         shape = requests.pages, PAGE, layer.n_kv_heads, layer.head_dim
         self.k_pages, self.v_pages = torch.randn(shape, **made), torch.randn(shape, **made)
         self.rings = Rings.for_op(layer.op, layer.n_heads, requests.pages, PAGE, **made)
@@ -85,16 +86,16 @@ class LayerPages(EngineCache):
         return op.paged(rows, **pages, **weights, **boundaries, **longest)[None]
 
 
-def captured_step(longest: int) -> dict[str, float]:
-    """Return milliseconds of a step of the 300M model as a graph, and those of its kernels."""
+def decode_step(sizes: Mapping[str, int], longest: int, device: str) -> tuple[int, Callable[[], Tensor]]:
+    """Return a model's number of parameters, and a function that makes a token for each request."""
     torch.manual_seed(0)
-    config = MtaConfig(vocab_size=VOCABULARY, **SIZES_300M, kernel=(6, 11))
-    model = MtaForCausalLM(config).to("cuda", torch.bfloat16).eval()
-    lengths = torch.linspace(100, longest, REQUESTS, device="cuda").to(torch.int32)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    config = MtaConfig(vocab_size=VOCABULARY, **sizes, kernel=(6, 11))
+    model = MtaForCausalLM(config).to(device, dtype).eval()
+    lengths = torch.linspace(100, longest, REQUESTS, device=device).to(torch.int32)
     requests = Requests(lengths)
-    caches = [LayerPages(requests, layer.self_attn) for layer in model.model.layers]
-    tokens = torch.randint(VOCABULARY, (1, REQUESTS), device="cuda")
-    positions = (lengths - 1)[None]
+    caches = [LayerPages(requests, layer.self_attn, dtype) for layer in model.model.layers]
+    tokens, positions = torch.randint(VOCABULARY, (1, REQUESTS), device=device), (lengths - 1)[None]
 
     def step() -> Tensor:
         requests.step = None
@@ -103,6 +104,12 @@ def captured_step(longest: int) -> dict[str, float]:
             x = layer(x, positions, cache=cache)
         return model.lm_head(model.model.norm(x)).argmax(-1)
 
+    return sum(x.numel() for x in model.parameters()), step
+
+
+def captured_step(longest: int) -> dict[str, float]:
+    """Return milliseconds of a step of the 300M model as a graph, and those of its kernels."""
+    parameters, step = decode_step(SIZES_300M, longest, "cuda")
     for _ in range(3):
         step()
     torch.cuda.synchronize()
@@ -116,13 +123,9 @@ def captured_step(longest: int) -> dict[str, float]:
         torch.cuda.synchronize()
     kernels = [event.time_range.elapsed_us() for event in seen.events() if event.device_type == DeviceType.CUDA]
     kernels_ms = sum(kernels) / 1000 / replays
-    return {
-        "parameters": sum(x.numel() for x in model.parameters()),
-        "graph_ms": graph_ms,
-        "kernels_ms": kernels_ms,
-        "kernels": len(kernels) / replays,
-        "ratio": graph_ms / kernels_ms,
-    }
+    ratio, launches = graph_ms / kernels_ms, len(kernels) / replays
+    sums = {"graph_ms": graph_ms, "kernels_ms": kernels_ms, "ratio": ratio}
+    return {"parameters": parameters, "kernels": launches, **sums}
 
 
 def batched(model: Any, prompt: int, new: int) -> Callable[[int], tuple[list[list[int]], float]]:

@@ -13,7 +13,7 @@ from mtagen.ops import library
 from mtagen.ops.requests import divide
 from mtagen.runtime.triton_package import serves
 
-REQUESTS = ((1, 1), (3, 20), (0, 7), (1, 33), (9, 9), (0, 0))
+REQUESTS = ((1, 1), (3, 20), (0, 7), (10, 25), (9, 9), (0, 0))
 PIPELINES: dict[str, dict[str, Any]] = {
     "plain": {"kernel": None},
     "convolution": {"kernel": (3, 4)},
