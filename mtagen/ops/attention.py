@@ -33,7 +33,7 @@ from .pages import (
     check_paged,
     check_threshold,
 )
-from .requests import last_rows, merge
+from .requests import Results, last_rows, merge
 
 if TYPE_CHECKING:
     from typing_extensions import NotRequired, Unpack  # of typing itself from Python 3.11 on
@@ -589,7 +589,8 @@ class AttentionOp:
             if boundaries is None:  # each row of the steps is a result
                 out, lse = steps[0].transpose(1, 2).flatten(0, 1), steps[1].transpose(0, 1).flatten(1)
                 return (out, lse) if return_lse else out
-        out, lse = merge(chunks, steps, pages.boundaries, len(q) - requests * context, context)
+        given = (*(chunks or (None, None)), *(steps or (None, None)), pages.boundaries)
+        out, lse = merge(Results._make((*given, len(q) - requests * context, context)))
         return (out, lse) if return_lse else out
 
 

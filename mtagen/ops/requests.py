@@ -5,10 +5,12 @@ Triton's kernels compute them where Triton runs, and PyTorch's ops elsewhere.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from ..call import document_of
+from ..call import Length, document_of, schema_of
 from ..runtime.triton_package import serves
 from .executor import on_device_of
 from .library import define_op, run
@@ -44,28 +46,40 @@ def last_rows(q: Tensor, cu_seq_q: Tensor, rows: int) -> Tensor:
     return last
 
 
-def merge(
-    chunks: tuple[Tensor, Tensor] | None,
-    steps: tuple[Tensor, Tensor] | None,
-    cu_seq_q: Tensor,
-    total: int,
-    context: int,
-) -> tuple[Tensor, Tensor]:
-    """Return the results of all new queries.
+class Results(NamedTuple):
+    """The results of kernels, as ``mtagen::merge`` takes them.
 
-    Args:
-        chunks: out ``(total rows, H, DV)`` and lse ``(H, total rows)`` of all rows.
-        steps: out ``(requests, H, new, DV)`` and lse ``(requests, H, new)`` of the last queries of each
-            request, valid for requests with at most ``new`` new queries.
-        cu_seq_q: as in :func:`divide`.
+    Attributes:
+        chunks: out ``(total rows, H, DV)`` of all rows by the kernels of packed documents, or None.
+        chunks_lse: ``(H, total rows)``, or None.
+        steps: out ``(requests, H, new, DV)`` of the last queries of each request by the kernels of decode,
+            valid for requests with at most ``new`` new queries; or None.
+        steps_lse: ``(requests, H, new)``, or None.
+        cu_seq_q: ``(requests + 1,)`` int32, where the rows of each request begin.
         total: number of new queries, padding included.
         context: how many rows come before a request's new queries.
-
-    Returns:
-        out ``(total, H, DV)`` and lse ``(H, total)``; 0 and -inf for padding.
     """
-    tensors = *(chunks or (None, None)), *(steps or (None, None))
-    merged: tuple[Tensor, Tensor] = run("merge", *tensors, cu_seq_q, total, context)
+
+    chunks: Tensor | None
+    chunks_lse: Tensor | None
+    steps: Tensor | None
+    steps_lse: Tensor | None
+    cu_seq_q: Tensor
+    total: Length
+    context: int
+
+    def empty(self) -> tuple[Tensor, Tensor]:
+        """Return room for out ``(total, H, DV)`` and lse ``(H, total)``."""
+        out, lse = (self.chunks, self.chunks_lse) if self.steps is None else (self.steps, self.steps_lse)
+        assert out is not None, "some kernel computes the call"
+        assert lse is not None, "some kernel computes the call"
+        heads = out.shape[1]
+        return out.new_empty(self.total, heads, out.shape[-1]), lse.new_empty(heads, self.total)
+
+
+def merge(results: Results) -> tuple[Tensor, Tensor]:
+    """Return out ``(total, H, DV)`` and lse ``(H, total)`` of all new queries; 0 and -inf for padding."""
+    merged: tuple[Tensor, Tensor] = run("merge", *results)
     return merged
 
 
@@ -106,61 +120,38 @@ def _empty_last_rows(q: Tensor, cu_seq_q: Tensor, rows: int) -> Tensor:
     return q.new_empty(len(cu_seq_q) - 1, rows, *q.shape[1:])
 
 
-def _merge(
-    chunks: Tensor | None,
-    chunks_lse: Tensor | None,
-    steps: Tensor | None,
-    steps_lse: Tensor | None,
-    cu_seq_q: Tensor,
-    total: int,
-    context: int,
-) -> tuple[Tensor, Tensor]:
-    compute = _merge_by_triton if serves(cu_seq_q) else _merge_by_torch
-    return compute(chunks, chunks_lse, steps, steps_lse, cu_seq_q, total, context)
+def _merge(*arguments: Any) -> tuple[Tensor, Tensor]:
+    results = Results(*arguments)
+    return _merge_by_triton(results) if serves(results.cu_seq_q) else _merge_by_torch(results)
 
 
-def _merge_by_torch(
-    chunks: Tensor | None,
-    chunks_lse: Tensor | None,
-    steps: Tensor | None,
-    steps_lse: Tensor | None,
-    cu_seq_q: Tensor,
-    total: int,
-    context: int,
-) -> tuple[Tensor, Tensor]:
+def _merge_by_torch(results: Results) -> tuple[Tensor, Tensor]:
+    chunks, chunks_lse, steps, steps_lse, cu_seq_q, total, context = results
     begins = cu_seq_q - torch.arange(len(cu_seq_q), device=cu_seq_q.device, dtype=torch.int32) * context
     query = torch.arange(total, device=cu_seq_q.device, dtype=torch.int32)
     request = document_of(begins, query)
-    out, lse = _empty_merged(chunks, chunks_lse, steps, steps_lse, cu_seq_q, total, context)
     if chunks is None or chunks_lse is None:
+        out, lse = results.empty()
         out, lse = out.zero_(), lse.fill_(-torch.inf)
     else:
         row = query + (request + 1) * context
         out, lse = chunks[row], chunks_lse[:, row]
     if steps is None or steps_lse is None:
         return out, lse
-    new = steps.shape[2]
-    end = begins[1:][request]
+    new, end = steps.shape[2], begins[1:][request]
     is_step = (query < end) & (end - begins[:-1][request] <= new)
     number = (new - end + query).clamp(0, new - 1)
     out = torch.where(is_step[:, None, None], steps[request, :, number], out)
     return out, torch.where(is_step[:, None], steps_lse[request, :, number], lse.T).T.contiguous()
 
 
-def _merge_by_triton(
-    chunks: Tensor | None,
-    chunks_lse: Tensor | None,
-    steps: Tensor | None,
-    steps_lse: Tensor | None,
-    cu_seq_q: Tensor,
-    total: int,
-    context: int,
-) -> tuple[Tensor, Tensor]:
+def _merge_by_triton(results: Results) -> tuple[Tensor, Tensor]:
     import triton
 
     from .row_kernels import merge_results
 
-    out, lse = _empty_merged(chunks, chunks_lse, steps, steps_lse, cu_seq_q, total, context)
+    chunks, chunks_lse, steps, steps_lse, cu_seq_q, total, context = results
+    out, lse = results.empty()
     (_, heads, dim), requests = out.shape, len(cu_seq_q) - 1
     new, n_rows = -1 if steps is None else steps.shape[2], 0 if chunks is None else len(chunks)
     given = (chunks, out), (chunks_lse, lse), (steps, out), (steps_lse, lse)
@@ -174,48 +165,6 @@ def _merge_by_triton(
     return out, lse
 
 
-def _empty_merged(
-    chunks: Tensor | None,
-    chunks_lse: Tensor | None,
-    steps: Tensor | None,
-    steps_lse: Tensor | None,
-    cu_seq_q: Tensor,
-    total: int,
-    context: int,
-) -> tuple[Tensor, Tensor]:
-    out, lse = (chunks, chunks_lse) if steps is None else (steps, steps_lse)
-    assert out is not None, "some kernel computes the call"
-    assert lse is not None, "some kernel computes the call"
-    heads = out.shape[1]
-    return out.new_empty(total, heads, out.shape[-1]), lse.new_empty(heads, total)
-
-
-define_op(
-    "divide",
-    ("Tensor cu_seq_q", "Tensor lengths", "int most"),
-    "(Tensor, Tensor)",
-    _divide,
-    _empty_division,
-)
-define_op(
-    "last_rows",
-    ("Tensor q", "Tensor cu_seq_q", "SymInt rows"),
-    "Tensor",
-    _last_rows,
-    _empty_last_rows,
-)
-define_op(
-    "merge",
-    (
-        "Tensor? chunks",
-        "Tensor? chunks_lse",
-        "Tensor? steps",
-        "Tensor? steps_lse",
-        "Tensor cu_seq_q",
-        "SymInt total",
-        "int context",
-    ),
-    "(Tensor, Tensor)",
-    _merge,
-    _empty_merged,
-)
+define_op("divide", ("Tensor cu_seq_q", "Tensor lengths", "int most"), "(Tensor, Tensor)", _divide, _empty_division)
+define_op("last_rows", ("Tensor q", "Tensor cu_seq_q", "SymInt rows"), "Tensor", _last_rows, _empty_last_rows)
+define_op("merge", schema_of(Results), "(Tensor, Tensor)", _merge, lambda *arguments: Results(*arguments).empty())

@@ -20,7 +20,7 @@ def triton_is_installed() -> bool:
 
 @cache
 def _serves(device_type: str) -> bool:
-    return triton_version() is not None and (device_type == "cuda" or Config.from_env().triton_interpret)
+    return (device_type == "cuda" or Config.from_env().triton_interpret) and triton_version() is not None
 
 
 def serves(x: Tensor) -> bool:

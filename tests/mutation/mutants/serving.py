@@ -147,11 +147,11 @@ MUTANTS = (
         ("tests/interpreter/test_paged.py",),
     ),
     Mutant(
-        "strips-count-keys-of-pages-from-the-first-document",
+        "strips-leave-out-the-first-key-of-pages",
         "mtagen/templates/triton/strip_paged_host.j2",
         "documents[:, -1] = 0",
-        "documents[:, -1] += 0",
-        "The pages of a request are read as if the keys of all requests before it lay in them, too.",
+        "documents[:, -1] = 1",
+        "The keys of a request are read from the second one in its pages on.",
         ("tests/interpreter/test_paged.py",),
     ),
     Mutant(
