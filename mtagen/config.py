@@ -28,6 +28,7 @@ class Config:
 
     cache_dir: Path
     cache_lock_timeout: float
+    check_values: bool
     shortcuts: bool
     triton_interpret: bool
 
@@ -42,6 +43,7 @@ class Config:
         return cls(
             cache_dir=_cache_dir(),
             cache_lock_timeout=_seconds("MTAGEN_CACHE_LOCK_TIMEOUT", LOCK_TIMEOUT),
+            check_values=_flag("MTAGEN_CHECK_VALUES"),
             shortcuts=_flag("MTAGEN_SHORTCUTS", default="1"),
             triton_interpret=_flag("TRITON_INTERPRET"),
         )
@@ -60,6 +62,12 @@ class Config:
                 f"{self.cache_lock_timeout:g}",
                 f"{LOCK_TIMEOUT:g}",
                 "seconds to wait for a process that builds the same kernel, before building it privately",
+            ),
+            Setting(
+                "MTAGEN_CHECK_VALUES",
+                str(int(self.check_values)),
+                "0",
+                "1: calls on a GPU wait for it, and check tables of pages, lengths and boundaries as on the CPU",
             ),
             Setting(
                 "MTAGEN_SHORTCUTS",

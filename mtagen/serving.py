@@ -9,7 +9,7 @@ of its tokens, whichever request filled it, so requests can share pages.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,10 @@ from torch import Tensor
 
 from .call import document_of
 from .errors import InputError, explain
+from .ops.append import BEFORE_START, NOWHERE, REPLACED, Append, Places, append
 from .ops.attention import AttentionOp
+from .ops.checks import may_read
+from .ops.pages import check_no_gradients, check_table
 from .spec import as_int
 
 __all__ = ["Rings", "Step"]
@@ -33,32 +36,27 @@ class Step:
     requests.
 
     Attributes:
-        sizes: pages, slots, ``size``, ``context`` and ``unread`` of the rings for which it was made.
-        cu_seq_q: ``(requests + 1,)`` int32, where the rows of each request begin among those that
-            :meth:`mtagen.AttentionOp.paged` takes: earlier queries, then new ones.
+        sizes: slots, ``size`` and ``context`` of the rings for which it was made.
         lengths: ``(requests,)`` int32, tokens of each request, the new ones included.
-        rows: ``(total,)``, the row of each new query.
-        earlier: ``(requests, context)``, the rows of the earlier queries.
-        exists: ``(requests, context)``, whether the earlier query exists; False before the
-            request's first token.
-        is_open: ``(requests, context)``, whether the earlier query lies in the page that the
-            request's new tokens go on filling.
-        page, slot: ``(requests, context)``, where the earlier queries lie.
-        new_page, new_slot: ``(total,)``, where the new queries go. Queries that later tokens of the
-            step would overwrite go to the rings' ``unread`` page.
+        places: where the rows of the step lie.
     """
 
     sizes: tuple[int, ...]
-    cu_seq_q: Tensor
     lengths: Tensor
-    rows: Tensor
-    earlier: Tensor
-    exists: Tensor
-    is_open: Tensor
-    page: Tensor
-    slot: Tensor
-    new_page: Tensor
-    new_slot: Tensor
+    places: Places
+
+    @property
+    def cu_seq_q(self) -> Tensor:
+        """``(requests + 1,)`` int32, where the rows of each request begin: earlier queries, then new ones.
+
+        :meth:`mtagen.AttentionOp.paged` takes such rows.
+        """
+        return self.places.cu_seq_q
+
+    @property
+    def rows(self) -> Tensor:
+        """``(total,)`` int32, the row of each new query."""
+        return self.places.rows
 
     @classmethod
     def of(
@@ -87,34 +85,36 @@ class Step:
             if x.dtype != torch.int32 or x.shape != (count,):
                 got = tuple(x.shape), x.dtype
                 raise InputError(explain(name, got, "must fit the requests", f"shape ({count},), torch.int32"))
-        requests, context, size = len(lengths), rings.context, rings.size
-        unread, device = rings.unread % len(rings.queries), lengths.device
+        requests, context, size, slots = len(lengths), rings.context, rings.size, max(rings.slots, 1)
         past = lengths - cu_seq_q.diff()
-        token = torch.arange(total, device=device, dtype=torch.int32)
-        owner, is_real = document_of(cu_seq_q, token), token < cu_seq_q[-1]
-        new_page, new_slot = torch.full_like(token, unread), torch.zeros_like(token)
+        token = torch.arange(total, device=lengths.device, dtype=torch.int32)
+        number = torch.arange(requests + 1, device=lengths.device, dtype=torch.int32)
+        owner, begins = document_of(cu_seq_q, token), cu_seq_q + number * context
+        tokens = queries = replaced = torch.full_like(token, NOWHERE)
         if requests:
+            is_real = token < cu_seq_q[-1]
             position = torch.where(is_real, past[owner] + token - cu_seq_q[owner], 0)
-            end = torch.minimum(lengths[owner], (position // size + 1) * size)  # of the page's tokens, after the step
+            page, place = page_of(owner, position), position % size
+            tokens = torch.where(is_real, page * size + place, NOWHERE)
+            end = torch.minimum(lengths[owner], position - place + size)  # of the page's tokens, after the step
             stays = is_real & (end - position <= rings.slots)
-            new_page = torch.where(stays, page_of(owner, position), unread)
-            new_slot = position % size % max(rings.slots, 1)
-        number = torch.arange(requests, device=device, dtype=torch.int32)[:, None]
-        back = torch.arange(context, device=device, dtype=torch.int32)
-        before = past[:, None] - context + back
-        place, exists = before.clamp(min=0), before >= 0
+            queries = torch.where(stays, page * slots + place % slots, NOWHERE)
+            # The last token before the step that has the slot. If it lies in another page, it stays there.
+            before = position - ((position - past[owner]) // slots + 1) * slots
+            first = past[owner] - context  # of the earlier queries that the request needs
+            is_needed = stays & (before >= torch.maximum(first, position - place))
+            replaced = torch.where(is_needed, begins[owner] + before - first, NOWHERE)
         return cls(
             sizes=rings.sizes,
-            cu_seq_q=cu_seq_q + torch.arange(requests + 1, device=device, dtype=torch.int32) * context,
             lengths=lengths,
-            rows=token + (owner + 1) * context,
-            earlier=cu_seq_q[:-1, None] + number * context + back,
-            exists=exists,
-            is_open=before // size == past[:, None] // size,
-            page=torch.where(exists, page_of(number.expand_as(place), place), unread) if place.numel() else place,
-            slot=place % size % max(rings.slots, 1),
-            new_page=new_page,
-            new_slot=new_slot,
+            places=Places(
+                cu_seq_q=begins,
+                rows=token + (owner + 1) * context,
+                tokens=tokens.to(torch.int32),
+                queries=queries.to(torch.int32),
+                replaced=replaced,
+                earlier=_places_of_earlier(rings, past, lengths, page_of),
+            ),
         )
 
     @classmethod
@@ -124,9 +124,35 @@ class Step:
         Args:
             block_table: ``(requests, width)`` int32, as :meth:`mtagen.AttentionOp.paged` takes it.
             rings, cu_seq_q, lengths, total: as in :meth:`of`.
+
+        Raises:
+            InputError: as :meth:`of`; or a request has too many keys, or a page that the rings lack. A
+                GPU's tables are checked with ``MTAGEN_CHECK_VALUES=1``.
         """
+        if may_read(lengths):
+            room = block_table.shape[1] * rings.size
+            check_table(block_table, lengths, rings.size, len(rings.queries), room)
         table = block_table if block_table.shape[1] else F.pad(block_table, (0, 1))  # if no request has a token
         return cls.of(rings, cu_seq_q, lengths, total, lambda request, at: table[request, at // rings.size])
+
+
+def _places_of_earlier(
+    rings: Rings, past: Tensor, lengths: Tensor, page_of: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Return the places of the earlier queries of requests that had ``past`` tokens before the step."""
+    context, size, slots = rings.context, rings.size, max(rings.slots, 1)
+    position = past[:, None] - context + torch.arange(context, device=past.device, dtype=torch.int32)
+    if not position.numel():
+        return position
+    request = torch.arange(len(past), device=past.device, dtype=torch.int32)[:, None].expand_as(position)
+    found = position.clamp(min=0)
+    place = page_of(request, found) * slots + found % size % slots
+    open_page = (past - past % size)[:, None]  # the first token of the page that the request's new tokens go on filling
+    end = torch.minimum(lengths[:, None], open_page + size)
+    last = end - 1 - (end - 1 - position) % slots  # the last token that has the slot after the step
+    is_replaced = (position >= open_page) & (last >= past[:, None])
+    place = torch.where(is_replaced, REPLACED, place)
+    return torch.where(position < 0, BEFORE_START, place).to(torch.int32)
 
 
 @dataclass(eq=False)
@@ -137,13 +163,11 @@ class Rings:
         queries: ``(pages, slots, H, D)``.
         size: tokens of a page.
         context: how many earlier queries a new one depends on.
-        unread: a page that no request has. It takes what nobody reads.
     """
 
     queries: Tensor
     size: int
     context: int
-    unread: int = -1
 
     @classmethod
     def for_op(
@@ -157,7 +181,7 @@ class Rings:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Rings:
-        """Make empty rings; the unread page is one more than there are pages.
+        """Make empty rings.
 
         Args:
             op: the layer's op.
@@ -173,11 +197,11 @@ class Rings:
             InputError: a number is not positive, or ``spare`` is negative.
         """
         _check_counts(("pages", pages, 1), ("size", size, 1))
-        shape = pages + 1, *cls.page_shape(op, heads, spare=spare)
+        shape = pages, *cls.page_shape(op, heads, spare=spare)
         return cls(torch.zeros(shape, device=device, dtype=dtype), size, op.plan.spec.context)
 
     @classmethod
-    def in_padding(cls, op: AttentionOp, heads: int, pages: Tensor, *, spare: int = 0, unread: int) -> Rings:
+    def in_padding(cls, op: AttentionOp, heads: int, pages: Tensor, *, spare: int = 0) -> Rings:
         """Return rings that lie behind the keys and values of each page, in the memory of an engine.
 
         Args:
@@ -187,7 +211,6 @@ class Rings:
                 lie one after another in any order, and :meth:`page_shape` elements of padding
                 follow them.
             spare: as in :meth:`for_op`.
-            unread: a page that no request has.
 
         Raises:
             InputError: a page has gaps or too little padding, a number is not positive, or ``spare``
@@ -204,7 +227,7 @@ class Rings:
             raise InputError(explain("elements of padding", room, rule, f"{needed} or more"))
         strides = pages.stride(0), heads * head_dim, head_dim, 1
         queries = pages.as_strided((len(pages), *shape), strides, pages.storage_offset() + held)
-        return cls(queries, pages.shape[1], op.plan.spec.context, unread)
+        return cls(queries, pages.shape[1], op.plan.spec.context)
 
     @staticmethod
     def page_shape(op: AttentionOp, heads: int, *, spare: int = 0) -> tuple[int, int, int]:
@@ -223,45 +246,74 @@ class Rings:
         return spec.context + spare if spec.context else 0, heads, spec.head_dim
 
     @property
-    def sizes(self) -> tuple[int, int, int, int, int]:
-        """Pages, slots, tokens of a page, context, and the unread page: what a step depends on."""
-        return len(self.queries), self.slots, self.size, self.context, self.unread
+    def sizes(self) -> tuple[int, int, int]:
+        """Slots, tokens of a page, and context: what a step depends on."""
+        return self.slots, self.size, self.context
 
     @property
     def slots(self) -> int:
         """Queries that a page holds."""
         return self.queries.shape[1]
 
-    def append(self, q: Tensor, step: Step) -> Tensor:
-        """Store the new queries of a step, and return them with the earlier ones that they depend on.
+    def append(
+        self,
+        q: Tensor,
+        step: Step,
+        *,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        k_pages: Tensor | None = None,
+        v_pages: Tensor | None = None,
+    ) -> Tensor:
+        """Store the new tokens of a step, and return their queries with the earlier ones that they depend on.
 
-        Earlier queries in a page that the request goes on filling are read first, because storing
-        the new ones overwrites them. Queries in full pages are read afterwards, because another
-        request of the same step may have filled a shared page.
+        Earlier queries that new ones overwrite are read first. The others are read afterwards,
+        because another request of the same step may have filled a shared page.
+
+        Triton's kernels do it on a GPU, and the first call compiles them; a CUDA graph can capture
+        later ones. Without Triton, PyTorch's indexing does it and waits for the GPU.
 
         Args:
             q: ``(total, H, D)``, the new queries.
             step: the requests.
+            k, v: ``(total, Hkv, D)`` and ``(total, Hkv, DV)``, the new keys and values, if they are to
+                be stored as well.
+            k_pages, v_pages: ``(pages, size, Hkv, D)`` and ``(pages, size, Hkv, DV)``, where they are
+                stored, as :meth:`mtagen.AttentionOp.paged` takes them.
 
         Returns:
             ``(total + requests * context, H, D)``, what :meth:`mtagen.AttentionOp.paged` takes.
 
         Raises:
-            InputError: the step was made for rings of other sizes.
+            InputError: the step was made for rings of other sizes, a tensor does not fit, or gradients
+                are asked for.
         """
-        if step.sizes != self.sizes:
-            rule = "the step was made for rings of other pages, slots, sizes or context"
-            raise InputError(explain("step.sizes", step.sizes, rule, self.sizes))
-        if not self.context:
+        stored = {"k": k, "v": v, "k_pages": k_pages, "v_pages": v_pages}
+        given = {name: x for name, x in stored.items() if x is not None}
+        self._check(q, step, given)
+        if not (self.context or given):
             return q
-        open_pages = self.queries[step.page, step.slot]
-        self.queries[step.new_page, step.new_slot] = q
-        earlier = torch.where(step.is_open[..., None, None], open_pages, self.queries[step.page, step.slot])
-        earlier = earlier.masked_fill(~step.exists[..., None, None], 0)
-        rows = q.new_empty(len(q) + step.earlier.numel(), *q.shape[1:])
-        rows[step.rows] = q
-        rows[step.earlier.flatten()] = earlier.flatten(0, 1)
-        return rows
+        return append(Append(self.queries, k_pages, v_pages, q, k, v, step.places))
+
+    def _check(self, q: Tensor, step: Step, stored: Mapping[str, Tensor]) -> None:
+        """Check the arguments of :meth:`append`."""
+        if step.sizes != self.sizes:
+            rule = "the step was made for rings of other slots, sizes or context"
+            raise InputError(explain("step.sizes", step.sizes, rule, self.sizes))
+        total, held = len(step.rows), self.queries
+        _check_like("q", q, (total, *held.shape[2:]), held)
+        check_no_gradients([q, *stored.values()])
+        if not stored:
+            return
+        if len(stored) < 4:
+            rule = "keys and values, and the pages that take them, belong together"
+            raise InputError(explain("k, v, k_pages, v_pages", [*stored], rule, "all four, or none"))
+        for name in ("k", "v"):
+            pages = stored[f"{name}_pages"]
+            if not (pages.ndim == 4 and pages.shape[1] == self.size and pages.stride(3) == 1):
+                rule = f"must be pages of {self.size} tokens, whose last stride is 1"
+                raise InputError(explain(f"{name}_pages.shape", tuple(pages.shape), rule, "(pages, size, Hkv, D)"))
+            _check_like(name, stored[name], (total, *pages.shape[2:]), pages)
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
         """Copy the rings of some pages to others, as an engine does when it copies their keys.
@@ -271,6 +323,13 @@ class Rings:
             targets: ``(n,)`` integers, pages that are overwritten; none of them twice.
         """
         self.queries[targets] = self.queries[sources]
+
+
+def _check_like(name: str, x: Tensor, shape: tuple[int, ...], held: Tensor) -> None:
+    """Check a tensor of new rows that ``held`` takes."""
+    got, legal = (tuple(x.shape), x.dtype, x.device), (shape, held.dtype, held.device)
+    if got != legal:
+        raise InputError(explain(name, got, "must have a row for each token of the step, as it is stored", legal))
 
 
 def _check_counts(*counts: tuple[str, int, int]) -> None:

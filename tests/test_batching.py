@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,7 +106,7 @@ def test_without_earlier_queries_tokens_differ(model: MtaForCausalLM, monkeypatc
     append = Rings.append
 
     def forgetful(rings: Rings, q: torch.Tensor, step: Step) -> torch.Tensor:
-        return append(rings, q, step).index_fill(0, step.earlier.flatten(), 0)
+        return append(rings, q, step).index_fill(0, step.places.earlier_rows.flatten(), 0)
 
     monkeypatch.setattr(Rings, "append", forgetful)
     assert equal(model, batched(model, 8, 16)) < len(PROMPTS)
@@ -170,3 +173,19 @@ def test_requests_are_not_moved_to_the_cpu(model: MtaForCausalLM) -> None:
     config = Configuration(cpu_offload_space=1.0)
     with pytest.raises(mtagen.InputError, match="would lose their earlier queries"):
         model.generate_batch(PROMPTS, options(), config)
+
+
+def test_the_script_that_measures_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a GPU it leaves out the captured step, which is one of these."""
+    folder = Path(__file__).parents[1] / "benchmarks"
+    monkeypatch.syspath_prepend(str(folder))
+    script = runpy.run_path(str(folder / "serving.py"))
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    with torch.inference_mode():
+        parameters, step = script["decode_step"](sizes, 130, "cpu")
+        assert parameters > 0
+        assert torch.equal(step(), step())
+    script["main"](tmp_path / "run.json", commit="abc", dim=64, layers=1, prompt=4, new=2)
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert [result["same"] for result in run["continuous_batching"]] == [1, 1]
+    assert run["commit"] == "abc"

@@ -15,6 +15,7 @@ VARIABLES = (
     "MTAGEN_CACHE_DIR",
     "XDG_CACHE_HOME",
     "MTAGEN_CACHE_LOCK_TIMEOUT",
+    "MTAGEN_CHECK_VALUES",
     "MTAGEN_SHORTCUTS",
     "TRITON_INTERPRET",
 )
@@ -28,7 +29,8 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_defaults(tmp_path: Path) -> None:
-    assert Config.from_env() == Config(tmp_path / ".cache" / "mtagen", 600.0, shortcuts=True, triton_interpret=False)
+    switches = {"check_values": False, "shortcuts": True, "triton_interpret": False}
+    assert Config.from_env() == Config(tmp_path / ".cache" / "mtagen", 600.0, **switches)
 
 
 def test_cache_dir_precedence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -77,12 +79,14 @@ def test_an_empty_switch_is_as_by_default(monkeypatch: pytest.MonkeyPatch) -> No
 def test_describe_shows_values_in_force(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path / "here"))
     monkeypatch.setenv("MTAGEN_CACHE_LOCK_TIMEOUT", "2.5")
+    monkeypatch.setenv("MTAGEN_CHECK_VALUES", "1")
     monkeypatch.setenv("MTAGEN_SHORTCUTS", "0")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     rows = {row.name: row for row in Config.from_env().describe()}
     assert {name: row.value for name, row in rows.items()} == {
         "MTAGEN_CACHE_DIR": str(tmp_path / "here"),
         "MTAGEN_CACHE_LOCK_TIMEOUT": "2.5",
+        "MTAGEN_CHECK_VALUES": "1",
         "MTAGEN_SHORTCUTS": "0",
         "TRITON_INTERPRET": "1",
     }

@@ -60,12 +60,13 @@ def main_kernels(planned: Plan, usage: dict[str, Usage]) -> list[tuple[Kernel, U
 
 @pytest.mark.parametrize("stages", [{"kernel": (6, 11)}, {"kernel": (3, 3), "mixed_heads": 4}], ids=str)
 def test_pages(stages: dict[str, Any]) -> None:
-    """Steps of decoding that read keys from pages compile."""
-    planned = plan(Spec(head_dim=64, page_size=16, **stages), "sm_90a", "triton")
-    usage = compile_offline(planned)
-    kernels = (planned.lift | planned.strip)["decode"].kernels
-    assert usage.keys() == {kernel.name for kernel in kernels}
-    assert all(used.stack == 0 for used in usage.values())
+    """Steps of decoding, and chunks, that read keys from pages compile."""
+    for packed, pass_name in ((False, "decode"), (True, "forward")):
+        planned = plan(Spec(head_dim=64, page_size=16, packed=packed, **stages), "sm_90a", "triton")
+        usage = compile_offline(planned)
+        kernels = (planned.lift | planned.strip)[pass_name].kernels
+        assert usage.keys() == {kernel.name for kernel in kernels}
+        assert all(used.stack == 0 for used in usage.values())
 
 
 @pytest.mark.parametrize(("kernel", "head_dim"), HOPPER)

@@ -181,3 +181,16 @@ def test_parameters_of_requests() -> None:
     given = draw(op.plan.spec, REQUESTS, 16)
     slopes = torch.full((len(REQUESTS), 4), 0.5, dtype=torch.float64)
     torch.testing.assert_close(called(op, given, parameters={"slopes": slopes}), called(alike, given))
+
+
+def test_the_registered_ops_around_kernels() -> None:
+    op = built()
+    given = draw(op.plan.spec, REQUESTS, 16, dtype=torch.float32).arguments
+    q, cu_seq_q, requests = given["q"].nan_to_num(), given["cu_seq_q"], len(REQUESTS)
+    ops = torch.ops.mtagen
+    torch.library.opcheck(ops.divide.default, (cu_seq_q, given["lengths"], 13))
+    torch.library.opcheck(ops.last_rows.default, (q, cu_seq_q, 13))
+    chunks, steps = (q, q[..., 0].mT.contiguous()), (torch.randn(requests, 4, 8, 16), torch.randn(requests, 4, 8))
+    total = len(q) - requests * op.plan.spec.context
+    for results in ((*chunks, *steps), (*chunks, None, None), (None, None, *steps)):
+        torch.library.opcheck(ops.merge.default, (*results, cu_seq_q, total, op.plan.spec.context))

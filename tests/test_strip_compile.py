@@ -112,6 +112,15 @@ def test_steps_read_pages(target: str) -> None:
         assert used.stack == 0
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_chunks_read_pages(target: str) -> None:
+    source = (
+        plan(Spec(head_dim=64, page_size=16, packed=True, **CONVOLVED), target, "cuda").strip["forward"].cuda["scores"]
+    )
+    ((_, used),) = usage_of_cubins(compile_cubin(cuda.render(source), target, source.name)).items()
+    assert used.stack == 0
+
+
 def test_hopper_with_wide_heads() -> None:
     """The kernels that hold vectors of queries, keys or values; the others are the same."""
     used = compiled(Spec(head_dim=128, **CONVOLVED), "sm_90a", "_scores_", "grad_shares", "decode_values")

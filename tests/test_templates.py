@@ -34,7 +34,9 @@ REQUESTS: list[tuple[dict[str, Any], str, str]] = [
     ({"kernel": (6, 11), "head_dim": 64, "page_size": 64}, "sm_90a", "cuda"),
     ({"kernel": (6, 11), "head_dim": 64, "page_size": 64, "packed": True}, "sm_90a", "cuda"),
     ({"kernel": (6, 11), "head_dim": 64, "page_size": 64, **MIXED}, "sm_90a", "cuda"),
+    ({"kernel": (6, 11), "head_dim": 64, "page_size": 64, "packed": True, **MIXED}, "sm_90a", "cuda"),
     ({"kernel": (6, 11), "head_dim": 64, "page_size": 64}, "sm_90a", "triton"),
+    ({"kernel": (6, 11), "head_dim": 64, "page_size": 64, "packed": True}, "sm_90a", "triton"),
     ({"kernel": (6, 11), "head_dim": 64}, "sm_80", "triton"),
     ({"kernel": (6, 11), "head_dim": 64, **MIXED}, "sm_80", "triton"),
 ]

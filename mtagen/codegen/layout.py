@@ -76,6 +76,10 @@ class Axis:
         strides = f"{self.stride_b(tensor)}, {tensor}_h, {tensor}_n"
         return f"_address(b, {first or self.first}, {self.head}, {strides})"
 
+    def rows(self, tensor: str, numbers: str) -> str:
+        """Return where the vectors with these numbers lie behind the address, a column of elements."""
+        return f"{numbers}[:, None] * {tensor}_n"
+
 
 @dataclass(frozen=True)
 class PackedAxis(Axis):
@@ -110,6 +114,32 @@ class PackedAxis(Axis):
 
     def stride_b(self, tensor: str) -> str:
         return "0"
+
+
+@dataclass(frozen=True)
+class PagedAxis(PackedAxis):
+    """The same names for keys in pages.
+
+    Attributes:
+        page_size: tokens of a page.
+        vector: elements of 16 bytes, at multiples of which rows begin.
+    """
+
+    page_size: int
+    vector: int
+
+    @property
+    def table(self) -> str:
+        """The pages of a program's sequence."""
+        return "block_table_ptr + sequence * table_width"
+
+    def address(self, tensor: str, first: str = "") -> str:
+        return f"{self.head} * {tensor}_h"
+
+    def rows(self, tensor: str, numbers: str) -> str:
+        strides = f"{tensor}_b // {self.vector} * {self.vector}, {tensor}_n"
+        found = f"{self.table}, {numbers}, {self.length}, {strides}, {self.page_size}"
+        return f"_page_rows(\n            {found},\n        )[:, None]"
 
 
 @dataclass(frozen=True)
@@ -279,12 +309,22 @@ class Batch:
         begin = " + ".join(f"{_factor(index)} * {stride}" for index, stride in zip(indices, strides, strict=True))
         return f"{begin}, {row}, {column}, {stride}, {name}_rows, {name}_width"
 
+    def page_tile(self, name: str, at: Sequence[str], block: Sequence[str]) -> str:
+        """Return the call that loads a tile of rows from pages; empty if the tensor has none.
+
+        Args:
+            name: the tensor.
+            at: where the tile begins, an index for each axis of the tensor.
+            block: rows and columns of the tile.
+        """
+        return ""
+
 
 class Packed(Batch):
     """The same texts for packed documents."""
 
     file = "triton/packed.py"
-    host = (("host/documents.py", "_with_rest", "_schedule", "_sizes"),)
+    host: Sequence[Sequence[str]] = (("host/documents.py", "_with_rest", "_schedule", "_sizes"),)
     queries = PackedAxis("queries", "i0", "BLOCK_M", "n_q", "q", "h", "row_tiles")
     keys = PackedAxis("keys", "j0", "BLOCK_N", "n_k", "k", "h // group", "key_tiles")
     has_entries = False
@@ -307,8 +347,8 @@ class Packed(Batch):
     def __init__(self, module: LiftModule) -> None:
         spec, lift = module.spec, module.lift
         self._spec = spec
-        order = '"later", "earlier"' if lift.mask.favours_later_rows else '"longest", "longest"'
-        self.sizes_of_call = f"_sizes(q, k, cu_seq_q, cu_seq_k, {DOCUMENT_TILE}, {lift.carried_rows}, {order})"
+        self._order = '"later", "earlier"' if lift.mask.favours_later_rows else '"longest", "longest"'
+        self.sizes_of_call = f"_sizes(q, k, cu_seq_q, cu_seq_k, {DOCUMENT_TILE}, {lift.carried_rows}, {self._order})"
         self._packed = self.gradient = PackedGradient(lift.lifts_keys, lift.carried_rows)
         self.heads_of_values = "dv.transpose(0, 1)"
         self.sum_of_batch = f"view(n_heads, {spec.cq}, {spec.ck})"
@@ -331,9 +371,41 @@ class Packed(Batch):
         return f"{axis.first} * {stride} + {matrix}, {row}, {column}, {stride}, {axis.length}, {width}"
 
 
+class Paged(Packed):
+    """The same texts for packed queries whose keys and values lie in pages."""
+
+    host = (("host/documents.py", "_schedule", "_sizes_of_pages"),)
+    sizes = f"{Packed.sizes}, block_table, table_width"
+    notes = (
+        "Queries are packed, (total_q, H, D): a batch of one entry. Each document is a separate sequence, and the",
+        "formulas are for one document. Its keys and values lie in pages that a table lists. Lifted keys lie one",
+        "document after the other, with room for total_k.",
+    )
+
+    def __init__(self, module: LiftModule) -> None:
+        super().__init__(module)
+        assert module.spec.page_size, "keys lie in pages"
+        size, vector = module.spec.page_size, module.vector
+        self._pages = PagedAxis("keys", "j0", "BLOCK_N", "n_k", "k", "h // group", "key_tiles", size, vector)
+        self.keys = self._pages
+        tiles = f"{DOCUMENT_TILE}, {self._order}"
+        self.sizes_of_call = f"_sizes_of_pages(q, block_table, cu_seq_q, cu_seq_k, max_k, {tiles})"
+
+    def page_tile(self, name: str, at: Sequence[str], block: Sequence[str]) -> str:
+        if name not in ("k", "v") or len(at) != 4:
+            return ""
+        _, head, row, _ = at
+        rows, width = block
+        numbers = f"{row} + tl.arange(0, {rows})"
+        size = self._spec.head_dim if name == "k" else self._spec.value_head_dim
+        where = f"{name}_ptr, {head} * {name}_h, {self._pages.table}"
+        extents = f"{numbers}, n_k, {name}_b, {name}_n, {size}, {self._spec.page_size}, {width}"
+        return f"_load_pages(\n            {where},\n            {extents},\n        )"
+
+
 def layout_of(module: LiftModule) -> Batch:
     """Return the texts for how the tensors of a module hold sequences."""
-    return {"Batch": Batch, "Packed": Packed}[module.sequence](module)
+    return {"Batch": Batch, "Packed": Packed, "Paged": Paged}[module.sequence](module)
 
 
 def _factor(index: str) -> str:

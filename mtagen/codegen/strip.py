@@ -6,7 +6,7 @@ The file needs nothing else except the CUDA sources that it launches, which lie 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -68,6 +68,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "RECORD": RECORD,
         "PART": PART,
         # How kernels are printed and launched
+        "page_tile": partial(_page_tile, spec),
         "legend": _legend(module),
         "block_of": block_of,
         "target": module.target,
@@ -152,6 +153,20 @@ def _parts_of(spec: Spec, place: str, head: str, tokens: tuple[str, str, str]) -
     return parts_call(ScoreStage.of(spec, place), head, *tokens, "tokens", "n_heads")
 
 
+def _page_tile(spec: Spec, name: str, at: Sequence[str], block: Sequence[str]) -> str:
+    """Return the call that loads a tile of keys or values of a packed document from pages; empty if there are none.
+
+    Keys count from the first one of their document.
+    """
+    if not (spec.packed and spec.page_size and name == "y"):
+        return ""
+    _, head, row, _ = at
+    rows, width = block
+    where = f"y_ptr, {head} * y_h, block_table_ptr + document * table_width"
+    extents = f"{row} + tl.arange(0, {rows}), y_rows, y_b, y_n, y_width, {spec.page_size}, {width}"
+    return f"_load_pages(\n            {where},\n            {extents},\n        )"
+
+
 def _legend(module: StripModule) -> Iterator[str]:
     """Yield the lines of the source's comment that explain its numbers."""
     mask = module.mask
@@ -195,6 +210,7 @@ def _passed(module: StripModule, pass_name: str) -> tuple[list[str], list[str]]:
     fuses = pass_name == "forward" and module.fuses
     seed, dropout_p = (["seed"], ["dropout_p"]) if spec.dropout else ([], [])
     documents = (["cu_seq_q", "cu_seq_k"] if fuses else ["documents"]) if spec.packed else []
+    documents += ["block_table"] if spec.packed and spec.page_size else []
     read = [*weights, *(x.name for x in (*spec.tables("forward"), *spec.checked_arguments))]
     tensors = ["q", "by_head", "by_group", *([] if spec.kernel else ["weight"])] if fuses else ["q", "k", "v"]
     if pass_name == "backward":

@@ -218,6 +218,7 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         # How tensors hold sequences
         "layout": layout,
         "matrix": layout.matrix,
+        "page_tile": layout.page_tile,
         # Loads and masks
         "by_descriptor": reads_by_descriptor(spec, get_target(module.target)),
         "aligned": partial(aligned, module.vector),
@@ -307,6 +308,7 @@ def _environment() -> jinja2.Environment:
         "axes": AXES,
         "UNSEEING": UNSEEING,
         "matrix": None,  # overridden by the lowering "lift"
+        "page_tile": lambda name, at, block: "",  # likewise
         "loop_source": loop_source,
         "log2e": repr(math.log2(math.e)),
         "ln2": repr(math.log(2.0)),

@@ -29,15 +29,11 @@ from .executor import Executor
 from .pages import (
     Pages,
     Routes,
-    as_documents,
     check_page_size,
     check_paged,
     check_threshold,
-    new_rows,
-    placed,
-    rows_of_tails,
-    tails,
 )
+from .requests import Results, last_rows, merge
 
 if TYPE_CHECKING:
     from typing_extensions import NotRequired, Unpack  # of typing itself from Python 3.11 on
@@ -560,9 +556,9 @@ class AttentionOp:
 
         A request may have any number of new queries: a chunk of a prompt, or one token, or none.
         The kernels of :meth:`decode` compute requests with at most ``decode_threshold`` new queries,
-        and those of :meth:`varlen` all others; the device decides. Kernels of decode, and CUDA's fused
-        kernels of varlen, read keys from the pages. Other kernels of varlen, and PyTorch's ops, take
-        copies of the keys. :class:`mtagen.serving.Rings` keeps the earlier queries.
+        and those of :meth:`varlen` all others; the device decides. Both read keys from the pages. PyTorch's
+        ops, and fused kernels that place values side by side, take copies of the keys.
+        :class:`mtagen.serving.Rings` keeps the earlier queries.
 
         Args:
             q: ``(total, H, D)``, the requests' rows one request after another: the ``context``
@@ -610,54 +606,26 @@ class AttentionOp:
         scale = resolve_scale(scale, self._spec.head_dim)
         check_splits(num_splits, len(lengths) * q.shape[1] * MAX_NEW_TOKENS)
         check_threshold(decode_threshold)
-        routes = Routes.of(pages, self._spec.context, decode_threshold, num_splits is not None)
+        context, requests = self._spec.context, len(lengths)
+        routes = Routes.of(pages, context, decode_threshold, num_splits is not None)
         tensors = (k_pages.transpose(1, 2), v_pages.transpose(1, 2), *weights)
-        out = lse = None
+        chunks = steps = None
         if routes.chunks is not None:
-            out, lse = self._paged_chunks(q, tensors, routes.chunks, scale)
+            others = *routes.chunks, None, 0.0, block_table  # without dropout
+            chunks = library.run("forward", q, *tensors, scale, self._key, *others)
+            if routes.steps is None and not (context and requests):
+                return (chunks[0], chunks[1]) if return_lse else chunks[0]
         if routes.steps is not None:
-            steps = self._paged_steps(q, tensors, routes.steps, scale, num_splits)
-            new = routes.steps.max_q - self._spec.context
-            total = len(q) - len(lengths) * self._spec.context
-            if cu_seq_q is None and total == len(steps[0]):
-                out, lse = steps
-            else:
-                rows = rows_of_tails(pages, routes.is_step, self._spec.context, new)
-                out = placed(steps[0], rows, out, total, 0)
-                lse = placed(steps[1], rows, lse, total, -torch.inf)
-        assert out is not None, "some kernel computes the call"
-        assert lse is not None, "some kernel computes the call"
-        return (out, lse.transpose(0, 1)) if return_lse else out
-
-    def _paged_steps(
-        self, q: Tensor, tensors: tuple[Tensor | None, ...], pages: Pages, scale: float, num_splits: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """Compute the last ``max_q - context`` queries of each request by the kernels of decode steps.
-
-        Args:
-            q: all rows.
-            tensors: k, v and the weights.
-            pages: the requests.
-            scale: factor of q k^T.
-            num_splits: parts into which the keys are split.
-
-        Returns:
-            out ``(requests * queries, H, DV)`` and lse ``(requests * queries, H)``.
-        """
-        step = (pages.lengths, scale, num_splits or 0, self._key, pages.block_table, pages.max_k)
-        out, lse = library.run("decode", tails(q, pages).transpose(1, 2), *tensors, *step)
-        return out.transpose(1, 2).flatten(0, 1), lse.mT.flatten(0, 1)
-
-    def _paged_chunks(
-        self, q: Tensor, tensors: tuple[Tensor | None, ...], pages: Pages, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Compute all new queries by the kernels of packed documents: out (queries, H, DV), lse (queries, H)."""
-        documents = as_documents(pages)
-        out, lse = library.run("forward", q, *tensors, scale, self._key, *documents, None, 0.0, pages.block_table)
-        if self._spec.context:
-            rows = new_rows(documents.cu_seq_q, len(q), self._spec.context)
-            out, lse = out[rows], lse[:, rows]
-        return out, lse.mT
+            boundaries, rows = routes.steps.cu_seq_q, routes.steps.max_q
+            tails = q.view(-1, rows, *q.shape[1:]) if boundaries is None else last_rows(q, boundaries, rows)
+            step = routes.steps.lengths, scale, num_splits or 0, self._key, block_table, max_k
+            steps = library.run("decode", tails.transpose(1, 2), *tensors, *step)
+            if boundaries is None:  # each row of the steps is a result
+                out, lse = steps[0].transpose(1, 2).flatten(0, 1), steps[1].transpose(0, 1).flatten(1)
+                return (out, lse) if return_lse else out
+        given = (*(chunks or (None, None)), *(steps or (None, None)), pages.boundaries)
+        out, lse = merge(Results._make((*given, len(q) - requests * context, context)))
+        return (out, lse) if return_lse else out
 
 
 def assemble(

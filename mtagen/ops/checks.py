@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ..arguments import Named, check_batch, check_dense, check_groups, check_learned, shaped_weight
 from ..call import NO_LEARNED, Documents
+from ..config import Config
 from ..errors import InputError, explain
 from ..planner.targets import GRID_X
 from ..spec import FACTORS, MAX_NEW_TOKENS, SINK, STAGES, WEIGHTS, Spec, as_int
@@ -121,8 +123,8 @@ def check_varlen(
     The shapes are q (total_q, H, D), k (total_k, Hkv, D) and v (total_k, Hkv, DV).
 
     Raises:
-        InputError: some argument does not fit. The values in cu_seq_q and cu_seq_k are checked on
-            the CPU only, and with them whether a document is longer than max_q or max_k.
+        InputError: some argument does not fit. The values in cu_seq_q and cu_seq_k are checked if
+            :func:`may_read`, and with them whether a document is longer than max_q or max_k.
     """
     checked = check_packed(spec, dtypes, q, k, v, weights)
     check_documents(documents, q.shape[0], k.shape[0], q.device)
@@ -144,8 +146,8 @@ def check_documents(documents: Documents, total_q: int, total_k: int, device: to
     """Check the boundaries of packed documents that have ``total_q`` queries and ``total_k`` keys.
 
     Raises:
-        InputError: some value does not fit. The values in cu_seq_q and cu_seq_k are checked on the
-            CPU only, and with them whether a document is longer than max_q or max_k.
+        InputError: some value does not fit. The values in cu_seq_q and cu_seq_k are checked if
+            :func:`may_read`, and with them whether a document is longer than max_q or max_k.
     """
     cu_seq_q, cu_seq_k, max_q, max_k = documents
     check_boundaries(("cu_seq_q", cu_seq_q), ("max_q", max_q), total_q, device)
@@ -161,6 +163,22 @@ def is_length(value: object) -> bool:
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and bool(value >= 0)
 
 
+@cache
+def _waits_for_gpus() -> bool:
+    return Config.from_env().check_values
+
+
+def may_read(x: Tensor) -> bool:
+    """Return whether checks may read what a tensor holds.
+
+    Checks of tensors on a GPU would wait for it, which ``MTAGEN_CHECK_VALUES=1`` allows. Traced calls, and
+    those that a CUDA graph captures, have no values to check.
+    """
+    if type(x) is not Tensor or torch.compiler.is_compiling():
+        return False
+    return x.is_cpu or (x.is_cuda and _waits_for_gpus() and not torch.cuda.is_current_stream_capturing())
+
+
 def check_boundaries(
     boundaries: tuple[str, Tensor], longest: tuple[str, int], total: int, device: torch.device
 ) -> None:
@@ -173,7 +191,7 @@ def check_boundaries(
         device: where the boundaries must be.
 
     Raises:
-        InputError: some value does not fit. What the boundaries hold is looked at on the CPU only.
+        InputError: some value does not fit. What the boundaries hold is checked if :func:`may_read`.
     """
     (name, cu_seq), (longest_name, most) = boundaries, longest
     if not is_length(most):
@@ -185,7 +203,7 @@ def check_boundaries(
         rule = "must hold where each document begins, and the end of the last"
         got_shape = (tuple(cu_seq.shape), *got[1:])
         raise InputError(explain(name, got_shape, rule, f"shape (documents + 1,), torch.int32, {device}"))
-    if not (cu_seq.is_cpu and type(cu_seq) is Tensor and not torch.compiler.is_compiling()):
+    if not may_read(cu_seq):
         return
     values = cu_seq.tolist()
     lengths = "torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) of the documents' lengths"

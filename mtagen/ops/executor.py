@@ -19,7 +19,7 @@ from ..runtime.load import Passes
 from ..spec import Spec
 from . import mask_tables
 from .checks import is_aligned
-from .pages import copied, with_earlier_zeros, without_pages
+from .copies import copied, with_earlier_zeros, without_pages
 
 
 def plain_only(packed: bool, dropout: bool, page_size: int | None) -> Passes:
@@ -63,8 +63,8 @@ class Executor:
         kernels = self._kernels_for(call.q, call.documents, call.dropout, _page_size(call.block_table, call.k))
         if call.block_table is not None:
             reads_pages = kernels is not None and kernels.reads_pages
-            # With mask="source", kernels that read pages ignore queries before a request's start.
-            if self.spec.context and not (reads_pages and self.spec.mask == "source"):
+            skips = kernels is not None and kernels.skips_earlier_rows and self.spec.mask == "source"
+            if self.spec.context and not skips:
                 call = with_earlier_zeros(call)
             call = call if reads_pages else copied(call)
         q, k, v, documents, dropout = call.q, call.k, call.v, call.documents, call.dropout
@@ -73,7 +73,7 @@ class Executor:
         if _sees_nothing(q, k, documents):
             rows = q.shape[:3] if documents is None else (q.shape[1], q.shape[0])
             return _with_sink(call, *_empty_result(q, q.shape[:-1], rows, v))
-        with _on(q):
+        with on_device_of(q):
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
             weights = self._as_kernels_take(q, call) + mask_tables.of_call(self.spec, call, "forward")
             assert kernels.forward is not None, "only passes for decode steps on pages have no forward"
@@ -94,7 +94,7 @@ class Executor:
                 at = 3 + len(call.weights) + len(self.spec.ranks)
                 grads[at] = grad_lse.sum((0, 2)).to(call.sink.dtype)
             return grads
-        with _on(q):
+        with on_device_of(q):
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
             grad_out = grad_out if is_aligned(grad_out) else grad_out.clone(memory_format=torch.contiguous_format)
             assert kernels.backward is not None, "calls on pages have no backward"
@@ -128,7 +128,7 @@ class Executor:
         if q_tail.numel() == 0 or k_cache.numel() == 0 or step.capacity == 0:
             shape = (*q_tail.shape[:2], q_tail.shape[2] - self.spec.context)
             return _with_sink(step, *_empty_result(q_tail, shape, shape, v_cache))
-        with _on(q_tail):
+        with on_device_of(q_tail):
             q_tail = _aligned("q_tail", q_tail)
             k_cache, v_cache = _aligned("k_cache", k_cache), _aligned("v_cache", v_cache)
             lengths = None if cache_seqlens is None else cache_seqlens.contiguous()  # may be one length, expanded
@@ -234,7 +234,7 @@ def _as_passed(values: tuple[Any, ...] | None) -> tuple[Any, ...]:
     return () if values is None else tuple(x.contiguous() if isinstance(x, Tensor) else x for x in values)
 
 
-def _on(x: Tensor) -> AbstractContextManager[object]:
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Make the device of ``x`` the current device, on which kernels are launched."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return nullcontext()

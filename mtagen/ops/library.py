@@ -240,11 +240,10 @@ def _vmapped_by_autograd(op: OpOverload, returns: Callable[..., Any], *arguments
 
 
 class _Op(NamedTuple):
-    """A registered op, the function that computes it and the class that differentiates it."""
+    """A registered op, and the function that computes and records it."""
 
     registered: OpOverload
     kernel: Callable[..., Any]
-    function: type[Recorded]
 
 
 _OPS: dict[str, _Op] = {}
@@ -260,13 +259,36 @@ def run(name: str, *arguments: Any) -> Any:
     op = _OPS[name]
     if torch.compiler.is_compiling() or not is_passed_on(arguments):
         return op.registered(*arguments)
-    return _autograd(op.kernel, op.function, *arguments)
+    return op.kernel(*arguments)
 
 
 def backward(call: Call, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
     """Call ``mtagen::backward``, which returns the gradients of the tensors that are given."""
     grads: list[Tensor] = run("backward", grad_out, grad_lse, *call[:INPUTS], out, lse, *call[INPUTS:])
     return grads
+
+
+def define_op(
+    name: str, arguments: Sequence[str], returns: str, kernel: Callable[..., Any], fake: Callable[..., Any]
+) -> OpOverload:
+    """Define an op without gradients in the namespace ``mtagen``, which :func:`run` calls by its name.
+
+    Args:
+        name: the op's name.
+        arguments: the op's arguments, as its schema declares them.
+        returns: the type of its results, as its schema declares it.
+        kernel: computes the op.
+        fake: returns empty results, for tracing.
+
+    Returns:
+        The op.
+    """
+    _library.define(f"{name}({', '.join(arguments)}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mtagen::{name}", fake, lib=_library)
+    op: OpOverload = getattr(torch.ops.mtagen, name).default
+    _OPS[name] = _Op(op, kernel)
+    return op
 
 
 def register_op(
@@ -278,29 +300,22 @@ def register_op(
     function: type[Recorded],
     flop: Callable[..., int],
 ) -> None:
-    """Register an op in the namespace ``mtagen``, which :func:`run` calls by its name.
+    """Define an op with gradients.
 
     Args:
-        name: the op's name.
-        arguments: the op's arguments, as its schema declares them.
-        returns: the type of its results, as its schema declares it.
-        kernel: computes the op.
-        fake: returns empty results, for tracing.
+        name, arguments, returns, kernel, fake: as in :func:`define_op`.
         function: differentiates the op.
         flop: counts the op's flop.
     """
-    _library.define(f"{name}({', '.join(arguments)}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
-    packet = getattr(torch.ops.mtagen, name)
-    op = packet.default
+    op = define_op(name, arguments, returns, kernel, fake)
+    packet = op.overloadpacket
     register_flop_formula(packet, get_raw=True)(lambda *arguments, **_: flop(*arguments))
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
     _library.impl(name, partial(_autograd, partial(_below_autograd, op), function), "Autograd")
     for autocast_key in _AUTOCAST_KEYS:
         _library.impl(name, partial(_without_autocast, op), autocast_key)
-    torch.library.register_fake(f"mtagen::{name}", fake, lib=_library)
     torch.library.register_vmap(f"mtagen::{name}", partial(_vmapped, op, function.returns), lib=_library)
     _library.impl(name, partial(_vmapped_by_autograd, op, function.returns), "Batched")
-    _OPS[name] = _Op(op, kernel, function)
+    _OPS[name] = _Op(op, partial(_autograd, kernel, function))
 
 
 _CALL = schema_of(Call)

@@ -1,4 +1,4 @@
-"""Calls on keys and values in pages: checks, the kernels for each request, copies for kernels that read no pages."""
+"""Calls on keys and values in pages: checks, and the kernels for each request."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_dense
-from ..call import Call, Documents, Step, document_of
+from ..call import Documents
 from ..errors import InputError, explain
 from ..spec import MAX_NEW_TOKENS, Spec, as_int
-from .checks import check_boundaries, check_packed, check_slots, is_aligned, is_length
+from .checks import check_boundaries, check_packed, check_slots, is_aligned, is_length, may_read
+from .requests import divide
 
 SMALLEST_PAGE = 16  # tokens, on a GPU
 
@@ -61,8 +62,8 @@ def check_paged(
         The weights, the sink and the parameters, as registered ops take them.
 
     Raises:
-        InputError: some argument does not fit. The values of tables and lengths are checked on the
-            CPU only.
+        InputError: some argument does not fit. The values of tables and lengths are checked if
+            :func:`.checks.may_read`.
     """
     if spec.right != 0:
         rule = "a request's queries would see keys that later steps write"
@@ -91,11 +92,19 @@ def check_paged(
     checked = check_packed(spec, dtypes, q, k_pages[:, 0], v_pages[:, 0], weights)
     _check_requests(pages, size, len(k_pages), q, spec.context)
     checked += check_slots(spec, q, k_pages[:, 0], sink, parameters, len(pages.lengths))
-    given = [q, k_pages, v_pages, *(x for x in checked if x is not None)]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+    check_no_gradients([q, k_pages, v_pages, *checked])
+    return checked
+
+
+def check_no_gradients(tensors: Sequence[Tensor | None]) -> None:
+    """Check that no gradients of a call are asked for.
+
+    Raises:
+        InputError: they are.
+    """
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         rule = "calls on pages compute no gradients"
         raise InputError(explain("gradients", "enabled", rule, "torch.inference_mode(), torch.no_grad(), or op.varlen"))
-    return checked
 
 
 def check_page_size(size: int, device_type: str) -> None:
@@ -132,14 +141,31 @@ def _check_requests(pages: Pages, size: int, count: int, q: Tensor, context: int
     if len(q) < requests * context:
         rule = f"must hold {context} earlier queries for each of {requests} requests"
         raise InputError(explain("rows of q", len(q), rule, f"{requests * context} or more"))
-    if not (q.is_cpu and type(q) is Tensor and not torch.compiler.is_compiling()):
+    if not may_read(lengths):
         return
+    check_table(table, lengths, size, count, max_k)
     for request, (rows, keys) in enumerate(zip(pages.boundaries.diff().tolist(), lengths.tolist(), strict=True)):
-        if not 0 <= keys <= max_k:
-            raise InputError(explain(f"lengths[{request}]", keys, "must be a number of keys", f"0..{max_k}"))
         if rows < context or (keys and rows > context + keys):
             rule = f"a request has {context} earlier rows, then at most one new row for each of its {keys} keys"
             raise InputError(explain(f"rows of request {request}", rows, rule, f"{context}..{context + keys}"))
+
+
+def check_table(table: Tensor, lengths: Tensor, size: int, count: int, most: int) -> None:
+    """Check what a table of pages and lengths hold.
+
+    Args:
+        table: ``(requests, width)``.
+        lengths: ``(requests,)``.
+        size: tokens of a page.
+        count: number of pages.
+        most: the most keys of a request.
+
+    Raises:
+        InputError: a request has too many keys, or a page that does not exist.
+    """
+    for request, keys in enumerate(lengths.tolist()):
+        if not 0 <= keys <= most:
+            raise InputError(explain(f"lengths[{request}]", keys, "must be a number of keys", f"0..{most}"))
         used = table[request, : -(-keys // size)].tolist()
         if wrong := [page for page in used if not 0 <= page < count]:
             raise InputError(explain(f"block_table[{request}]", wrong[0], "must be a page", f"0..{count - 1}"))
@@ -165,12 +191,10 @@ class Routes(NamedTuple):
     Attributes:
         steps: requests with few new queries, for the kernels of decode steps; None if there can be none.
         chunks: the others, for the kernels of packed documents; None if there can be none.
-        is_step: (requests,), whether a request belongs to ``steps``; None if all are in one of the two.
     """
 
     steps: Pages | None
-    chunks: Pages | None
-    is_step: Tensor | None = None
+    chunks: Documents | None
 
     @classmethod
     def of(cls, pages: Pages, context: int, threshold: int, is_invariant: bool) -> Routes:
@@ -183,108 +207,13 @@ class Routes(NamedTuple):
             is_invariant: whether steps have ``threshold`` new rows even if all requests have fewer, so
                 that the kernel, and with it bits, do not depend on the longest request.
         """
-        most, requests = context + threshold, len(pages.lengths)
-        if not (requests and context < pages.max_q) or (pages.cu_seq_q is None and pages.max_q > most):
-            return cls(None, pages)
-        if pages.max_q <= most:
-            return cls(pages._replace(cu_seq_q=pages.boundaries, max_q=most) if is_invariant else pages, None)
-        is_step = pages.boundaries.diff() <= most
-        steps, chunks = (torch.where(mine, pages.lengths, 0) for mine in (is_step, ~is_step))
-        return cls(pages._replace(max_q=most, lengths=steps), pages._replace(lengths=chunks), is_step)
-
-
-def as_documents(pages: Pages) -> Documents:
-    """Return the boundaries of requests as packed documents."""
-    ends = pages.lengths.cumsum(0, dtype=torch.int32)
-    return Documents(pages.boundaries, torch.cat([ends.new_zeros(1), ends]), pages.max_q, pages.max_k)
-
-
-def with_earlier_zeros(call: Call) -> Call:
-    """Return a call on pages whose queries before a request's start are zeros."""
-    assert call.documents is not None, "requests are documents"
-    cu_seq_q, cu_seq_k, *_ = call.documents
-    if len(cu_seq_q) == 1:  # all rows are padding
-        return call
-    row = torch.arange(len(call.q), device=call.q.device, dtype=torch.int32)
-    request = document_of(cu_seq_q, row)
-    before = cu_seq_k.diff()[request] < cu_seq_q[1:][request] - row
-    return call._replace(q=call.q.masked_fill(before[:, None, None], 0))
-
-
-def copied(call: Call) -> Call:
-    """Return a call with keys and values copied from their pages to packed documents.
-
-    On a GPU the copies have room for ``max_k`` keys of each request, so that their shape does not depend
-    on lengths, and a CUDA graph can be replayed with others.
-    """
-    assert call.documents is not None, "requests are documents"
-    assert call.block_table is not None, "the call has pages"
-    cu_seq_k, size = call.documents.cu_seq_k, call.k.shape[2]
-    total = int(cu_seq_k[-1]) if call.q.is_cpu else (len(cu_seq_k) - 1) * call.max_k
-    rows = torch.arange(total, device=call.q.device, dtype=torch.int32)
-    request, exists = document_of(cu_seq_k, rows), rows < cu_seq_k[-1]
-    place = torch.where(exists, rows - cu_seq_k[request], 0)
-    page = torch.where(exists, call.block_table[request, place // size], 0)  # rows behind the last are padding
-    k, v = (x[page, :, place % size] for x in (call.k, call.v))
-    return call._replace(k=k, v=v, block_table=None)
-
-
-def without_pages(step: Step) -> Step:
-    """Return a step of decoding with keys and values copied from their pages to caches (B, Hkv, max_k, D)."""
-    assert step.block_table is not None, "the step has pages"
-    assert step.cache_seqlens is not None, "a step with pages has lengths"
-    place = torch.arange(step.max_k, device=step.k_cache.device)
-    size = step.k_cache.shape[2]
-    page = torch.where(place < step.cache_seqlens[:, None], step.block_table[:, place // size], 0)
-    k, v = (x[page, :, place % size].transpose(1, 2) for x in (step.k_cache, step.v_cache))
-    return step._replace(k_cache=k, v_cache=v, block_table=None, max_k=0)
-
-
-def tails(q: Tensor, pages: Pages) -> Tensor:
-    """Return the last ``max_q`` rows of each request, ``(requests, max_q, H, D)``; 0 where it has fewer."""
-    cu_seq_q, rows = pages.cu_seq_q, pages.max_q
-    if cu_seq_q is None:
-        return q.view(-1, rows, *q.shape[1:])
-    row = cu_seq_q[1:, None] + torch.arange(-rows, 0, device=q.device, dtype=torch.int32)
-    exists = row >= cu_seq_q[:-1, None]
-    return torch.where(exists[..., None, None], q[row.clamp(min=0)], 0)
-
-
-def rows_of_tails(pages: Pages, is_step: Tensor | None, context: int, new: int) -> Tensor:
-    """Return which of all new queries are the last ``new`` of each request, ``(requests * new,)``.
-
-    -1 stands for a query that the request does not have, and for those of requests that are no step.
-    """
-    begins = _new_begins(pages.boundaries, context)
-    row = begins[1:, None] + torch.arange(-new, 0, device=begins.device, dtype=torch.int32)
-    exists = row >= begins[:-1, None]
-    if is_step is not None:
-        exists &= is_step[:, None]
-    return torch.where(exists, row, -1).flatten()
-
-
-def placed(x: Tensor, rows: Tensor, others: Tensor | None, total: int, fill: float) -> Tensor:
-    """Return the results of all new queries: those of steps, ``x``, in their rows, and ``others``, or ``fill``.
-
-    Args:
-        x: ``(n, ...)``.
-        rows: ``(n,)``, the row of each result of x; -1 if it is no result.
-        others: ``(total, ...)``, the results of requests that are no step; None if there are none.
-        total: number of new queries, padding included.
-    """
-    all_rows = x.new_full((total + 1, *x.shape[1:]), fill)  # the last row takes what is no result
-    if others is not None:
-        all_rows[:-1] = others
-    return all_rows.index_copy(0, torch.where(rows < 0, total, rows).to(torch.int64), x)[:-1]
-
-
-def new_rows(cu_seq_q: Tensor, total: int, context: int) -> Tensor:
-    """Return the rows of the new queries among ``total`` rows; a request's first ``context`` rows are earlier ones."""
-    requests = len(cu_seq_q) - 1
-    rows = torch.arange(total - requests * context, device=cu_seq_q.device, dtype=torch.int32)
-    return rows + (document_of(_new_begins(cu_seq_q, context), rows) + 1) * context
-
-
-def _new_begins(cu_seq_q: Tensor, context: int) -> Tensor:
-    """Return where the new queries of each request begin among those of all."""
-    return cu_seq_q - torch.arange(len(cu_seq_q), device=cu_seq_q.device, dtype=torch.int32) * context
+        most, requests, boundaries = context + threshold, len(pages.lengths), pages.cu_seq_q
+        if requests and context < pages.max_q <= most:
+            if is_invariant:
+                pages = pages._replace(cu_seq_q=pages.boundaries, max_q=most)
+            return cls(pages, None)
+        has_steps = requests > 0 and context < pages.max_q and boundaries is not None
+        boundaries = pages.boundaries
+        lengths, cu_seq_k = divide(boundaries, pages.lengths, most if has_steps else -1)
+        chunks = Documents(boundaries, cu_seq_k, pages.max_q, pages.max_k)
+        return cls(pages._replace(max_q=most, lengths=lengths) if has_steps else None, chunks)

@@ -130,17 +130,6 @@ def check_convolves_only(spec: Spec, backend: str) -> None:
             raise PlanError(explain(name, stage, rule, "None, or backend='triton'"))
 
 
-def check_pages(spec: Spec, lowering: str) -> None:
-    """Refuse packed documents whose keys lie in pages.
-
-    Raises:
-        PlanError: the spec has both.
-    """
-    if spec.packed and spec.page_size:
-        rule = f"the lowering {lowering} has no kernels that read the keys of packed documents from pages"
-        raise PlanError(explain("page_size", spec.page_size, rule, "None"))
-
-
 def check_learned(spec: Spec, lowering: str, supported: Collection[str] = ()) -> None:
     """Check that a lowering has what a spec asks of scores besides ``logits``.
 

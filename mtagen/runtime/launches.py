@@ -127,6 +127,9 @@ def exercise(plan: Plan, module: ModuleType, device: torch.device, pass_name: st
     if spec.packed:
         cu_seq = torch.tensor([0, spec.cq], dtype=torch.int32, device=device)
         others += [cu_seq, cu_seq, spec.cq, spec.cq]
+        if spec.page_size:
+            k, v = (x.new_zeros(1, heads, spec.page_size, x.shape[-1]) for x in (k, v))
+            others.append(torch.zeros(1, 1, dtype=torch.int32, device=device))
     if spec.dropout:
         others += [torch.zeros(2, dtype=torch.int64, device=device), 0.5]
     out, lse = torch.zeros_like(v), torch.zeros(heads, spec.cq, device=device)

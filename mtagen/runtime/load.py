@@ -38,12 +38,15 @@ class Passes:
             takes block_table and max_k.
         reads_pages: whether forward reads keys and values of packed documents from pages; it then takes block_table
             after max_k.
+        skips_earlier_rows: whether forward does not read queries before a document's start, if hidden scores are
+            zeros before the convolution.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]] | None = None
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
     decode: Callable[..., tuple[Tensor, Tensor]] | None = None
     reads_pages: bool = False
+    skips_earlier_rows: bool = False
 
 
 def available_backends() -> tuple[Backend, ...]:
@@ -68,7 +71,10 @@ def load(plan: Plan, sources: Sources) -> Passes:
         BackendError: a pass has Triton kernels, and the triton package is missing.
     """
     hosts = {name: getattr(load_host(plan, sources, name), name) for name in sources.hosts}
-    return Passes(**hosts, reads_pages=plan.spec.packed and plan.spec.page_size is not None)
+    reads_pages = plan.spec.packed and plan.spec.page_size is not None
+    return Passes(
+        **hosts, reads_pages=reads_pages, skips_earlier_rows=reads_pages and plan["forward"].lowering == "tile"
+    )
 
 
 def load_host(plan: Plan, sources: Sources, pass_name: str) -> ModuleType:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 
+from torch import Tensor
+
+from ..config import Config
 from ..errors import BackendError, explain
 from ..planner.choice import INSTALL
 
@@ -12,6 +16,16 @@ from ..planner.choice import INSTALL
 def triton_is_installed() -> bool:
     """Return whether the package is installed, without importing it."""
     return find_spec("triton") is not None
+
+
+@cache
+def _serves(device_type: str) -> bool:
+    return (device_type == "cuda" or Config.from_env().triton_interpret) and triton_version() is not None
+
+
+def serves(x: Tensor) -> bool:
+    """Return whether Triton kernels run on a tensor's device: a GPU, or the CPU by Triton's interpreter."""
+    return _serves(x.device.type)
 
 
 def require_triton() -> None:

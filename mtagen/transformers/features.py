@@ -53,13 +53,14 @@ class OwnAttention:
         return self.own_implementation
 
     def set_attn_implementation(self, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Accept the names of this model's attention, and the name that continuous batching sets.
+        """Accept the names of this model's attention, and those that continuous batching sets.
 
         Raises:
             SpecError: another implementation, as when the model is made.
         """
         own = self.own_implementation
-        implementations = {"paged|eager": IMPLEMENTATION, "eager": own, own: own}
+        batched = dict.fromkeys(("paged|eager", IMPLEMENTATION, f"paged|{IMPLEMENTATION}"), IMPLEMENTATION)
+        implementations = {"eager": own, own: own} | batched
         if isinstance(attn_implementation, str) and attn_implementation in implementations:
             self.config._attn_implementation_internal = implementations[attn_implementation]
         else:

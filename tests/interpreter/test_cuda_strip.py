@@ -22,6 +22,7 @@ from mtagen.codegen import render
 from mtagen.dropout import Dropout
 from mtagen.measure.cases import Sizes
 from mtagen.measure.inputs import Sampler
+from mtagen.ops import library
 from mtagen.ops.attention import AttentionOp, assemble
 from mtagen.runtime.load import load_host
 
@@ -118,6 +119,19 @@ def test_decode_from_pages(name: str, folder: Path) -> None:
     load_emulated(plan(replace(op.plan.spec, page_size=16), "sm_90a", "cuda"), folder)
     requests = [(2, keys) for keys in (2, 17, 70)]
     given = draw(op.plan.spec, requests, 16, heads=heads, kv_heads=heads // 2, dtype=torch.float16)
+    assert torch.equal(op.paged(**given.arguments), contiguous(op, given))
+
+
+@pytest.mark.parametrize("name", ["all stages", "all stages in a window"])
+def test_chunks_from_pages(name: str, folder: Path) -> None:
+    """The bits of packed documents."""
+    heads, stages = PIPELINES[name]
+    op = build(folder, stages)
+    for page_size in (None, 16):
+        load_emulated(plan(replace(op.plan.spec, packed=True, page_size=page_size), "sm_90a", "cuda"), folder)
+    requests = [(9, 9), (0, 3), (20, 70)]
+    given = draw(op.plan.spec, requests, 16, heads=heads, kv_heads=heads // 2, dtype=torch.float16)
+    assert library.executor_of(op._key).variants(True, False, 16).reads_pages
     assert torch.equal(op.paged(**given.arguments), contiguous(op, given))
 
 

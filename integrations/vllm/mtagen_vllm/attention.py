@@ -27,7 +27,6 @@ from mtagen.spec import MAX_NEW_TOKENS
 
 from . import BACKEND
 
-NULL_PAGE = 0  # vLLM gives it to no request
 PREFERRED_SIZE = 64  # tokens of a page; a ring has the same size in a smaller page, and so a larger share
 
 
@@ -128,17 +127,14 @@ class MtaImpl(AttentionImpl[MtaMetadata]):
             return output.fill_(0)
         requests = attn_metadata.common
         count, pages = requests.num_actual_tokens, kv_cache.transpose(1, 2)
-        size = pages.shape[1]
         k_pages, v_pages = pages[..., : self.head_size], pages[..., self.head_size :]
-        slots = requests.slot_mapping[:count].clamp(min=NULL_PAGE * size)  # padding has slot -1, and goes to that page
-        page, place = slots // size, slots % size
-        k_pages[page, place], v_pages[page, place] = key[:count], value[:count]
-        rings = Rings.in_padding(self.op, self.num_heads, pages, spare=self.spare, unread=NULL_PAGE)
+        rings = Rings.in_padding(self.op, self.num_heads, pages, spare=self.spare)
         step = attn_metadata.step_of(rings)
+        stored = {"k": key[:count], "v": value[:count], "k_pages": k_pages, "v_pages": v_pages}
         counts = requests.query_start_loc_cpu.diff()
         is_uniform = bool((counts == requests.max_query_len).all()) and int(counts.sum()) == count
         output[:count] = self.op.paged(
-            rings.append(query[:count], step),
+            rings.append(query[:count], step, **stored),
             k_pages,
             v_pages,
             **self.weights(),

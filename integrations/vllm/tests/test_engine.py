@@ -52,24 +52,32 @@ def test_shared_pages(served: Served, llm: LLM, steps: Steps) -> None:
 def test_without_earlier_queries_tokens_differ(served: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     append = Rings.append
 
-    def forgetful(rings: Rings, q: Tensor, step: Step) -> Tensor:
-        return append(rings, q, step).index_fill(0, step.earlier.flatten().long(), 0)
+    def forgetful(rings: Rings, q: Tensor, step: Step, **stored: Tensor) -> Tensor:
+        return append(rings, q, step, **stored).index_fill(0, step.places.earlier_rows.flatten().long(), 0)
 
     monkeypatch.setattr(Rings, "append", forgetful)
     assert served.equal(generate(llm)) < len(PROMPTS)
 
 
-@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("is_late", [True, False])
 def test_rings_that_are_read_at_another_time_are_seen(
-    served: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch, is_open: bool
+    served: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
-    of = Step.of_tables
+    append = Rings.append
 
-    def wrong(*arguments: Any) -> Step:
-        step = of(*arguments)
-        return Step(**{**vars(step), "is_open": step.is_open.fill_(is_open)})
+    def wrong(rings: Rings, q: Tensor, step: Step, **stored: Tensor) -> Tensor:
+        before, places = rings.queries.clone(), step.places
+        rows = append(rings, q, step, **stored)
+        if is_late:  # after new queries have taken the slots
+            needed = places.replaced >= 0
+            row, place, read = places.replaced[needed], places.queries[needed], rings.queries
+        else:  # before another request has filled a shared page
+            needed = places.earlier >= 0
+            row, place, read = places.earlier_rows[needed], places.earlier[needed], before
+        rows[row] = read[place // rings.slots, place % rings.slots]
+        return rows
 
-    monkeypatch.setattr(Step, "of_tables", wrong)
+    monkeypatch.setattr(Rings, "append", wrong)
     assert served.equal(generate(llm)) < len(PROMPTS)
 
 
@@ -79,7 +87,7 @@ def test_drafts(served: Served, steps: Steps, monkeypatch: pytest.MonkeyPatch) -
         assert served.equal(generate(llm)) == len(PROMPTS)
         assert any(new == 4 and past for step in steps for new, past in step), "nothing was drafted"
         begin = Rings.in_padding.__func__
-        monkeypatch.setattr(Rings, "in_padding", lambda *given, spare, unread: begin(Rings, *given, unread=unread))
+        monkeypatch.setattr(Rings, "in_padding", lambda *given, spare: begin(Rings, *given))
         assert served.equal(generate(llm)) < len(PROMPTS), "no draft was taken back"
 
 

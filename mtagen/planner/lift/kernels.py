@@ -115,9 +115,13 @@ class _Maker:
         self._mask = (*pointers(*tables["decode"]), *checked)
         self._mask_of_rows = (*pointers(*tables["forward"]), *checked)
         self._mask_of_keys = (*self._mask, *pointers(*tables["backward"][len(tables["forward"]) :]))
+        self._reads_pages = spec.packed and spec.page_size is not None
+        self._pages = Cache.of(spec).triton_arguments if self._reads_pages else ()
 
     def lifting(self) -> Kernel:
-        tensors = (*self._strided("src"), *pointers("weight", "lifted"))
+        lifts_pages = self._reads_pages and self._lift.lifts_keys
+        source = strided("src") if lifts_pages else self._strided("src")
+        tensors = (*source, *(self._pages if lifts_pages else ()), *pointers("weight", "lifted"))
         owner = "keys" if self._lift.lifts_keys else "rows"
         heads = numbers("int32", "head0", "n_heads", "group")
         sizes = (*heads, *self._lengths(owner), *numbers("float", "factor"))
@@ -131,6 +135,7 @@ class _Maker:
         arguments = (
             self._tiled("q", ("BLOCK", "D")),
             self._tiled("k", ("WINDOW", "D")),
+            *self._pages,
             *pointers("terms"),
             *numbers("int32", "n_heads", "group"),
             *self._lengths("rows"),
@@ -156,6 +161,7 @@ class _Maker:
         arguments = (
             *self._operands(),
             self._tiled("v", ("BLOCK_N", "DV")),
+            *self._pages,
             *self._band_scores,
             self._tiled("out", ("BLOCK_M", "DV")),
             *pointers("lse"),
@@ -325,8 +331,10 @@ class _Maker:
     def _tiled(self, name: str, block: tuple[str, str], axes: int = 4) -> Argument:
         """Return the argument for a tensor that is accessed by tiles.
 
-        If the tensor holds packed documents, each document is a matrix of it.
+        If the tensor holds packed documents, each document is a matrix of it. Pages have all axes.
         """
+        if self._reads_pages and name in ("k", "v") and axes == 4:
+            return Argument(name, "matrices", axes=AXES[4])
         if self._spec.packed:
             return Argument(name, "matrices", axes=PACKED_AXES[axes])
         return tiled(self._target, name, block, axes)

@@ -59,10 +59,12 @@ class LiftModule:
 
     @property
     def sequence(self) -> str:
-        """How tensors hold sequences: ``Batch``, an entry for each, or ``Packed``, one after the
-        other.
+        """How tensors hold sequences: ``Batch``, an entry for each; ``Packed``, one after the other; or
+        ``Paged``, packed queries with keys in pages.
         """
-        return "Packed" if self.spec.packed else "Batch"
+        if self.spec.packed:
+            return "Paged" if self.spec.page_size else "Packed"
+        return "Batch"
 
     @property
     def mask(self) -> Mask:

@@ -9,7 +9,7 @@ from functools import cached_property
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..kernel import Kernel
-from ..passes import Fields, PassPlan, check_convolves_only, check_learned, check_pages, describe
+from ..passes import Fields, PassPlan, check_convolves_only, check_learned, describe
 from ..splits import SplitRule, split_rule
 from ..targets import Target, get_target
 from .decode import DECODE_ROLES, Decode, decode_geometry
@@ -168,7 +168,6 @@ def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[LiftPass]
         PlanError: a kernel does not fit the target; the message names the limit.
     """
     check_convolves_only(spec, "triton")
-    check_pages(spec, "lift")
     check_learned(spec, "lift", ("visible", "pairs", "parameters", "sink"))
     if spec.dtype not in target.dtypes:
         raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for this dtype", target.dtypes))

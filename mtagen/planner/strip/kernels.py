@@ -102,12 +102,13 @@ class _Maker:
         self._pairs = PairCondition.of(spec)
         self._sink = ("sink",) if spec.sink else ()
         self._parameters = tuple(view.argument for view in views_of(spec, *EXPRESSIONS[1:]))
+        self._pages = Cache.of(spec).triton_arguments if spec.packed else ()
         self._tokens = ("tokens",) if self._parameters else ()
 
     def forward(self) -> Iterator[Kernel]:
         stages = self._stages
         yield from map(self._matrices, stages.token_mixes)
-        yield self._product("scores", self._spec.head_dim)
+        yield self._product("scores", self._spec.head_dim, more=self._pages)
         if stages.convolution:
             yield self._convolution(stages.convolution)
         if stages.token_mix:
@@ -372,6 +373,7 @@ class _Maker:
             (
                 self._tiled("x", ("BLOCK_M", "BLOCK_N"), 3),
                 self._tiled("y", ("BLOCK_M" if over_rows else "BLOCK_N", "D")),
+                *self._pages,
                 *strided("out"),
                 *self._strip("n_heads", "group", "b0"),
                 *numbers("float", "factor"),

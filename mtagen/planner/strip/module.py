@@ -114,7 +114,9 @@ class StripModule:
     @property
     def host(self) -> str:
         """The template that says what host functions of training do with these rows."""
-        return "strip_packed_host.j2" if self.spec.packed else "strip_batch_host.j2"
+        if self.spec.packed:
+            return "strip_paged_host.j2" if self.spec.page_size else "strip_packed_host.j2"
+        return "strip_batch_host.j2"
 
     @property
     def limits(self) -> Limits:

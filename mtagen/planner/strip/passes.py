@@ -10,7 +10,7 @@ from ...errors import PlanError, explain
 from ...spec import Spec
 from ..geometry.mask import Mask
 from ..kernel import Kernel
-from ..passes import Fields, PassPlan, check_learned, check_pages, describe
+from ..passes import Fields, PassPlan, check_learned, describe
 from ..targets import Target, get_target
 from ..tile.forward import TileForward
 from .concatenation import concatenated, rows_of_table
@@ -234,6 +234,7 @@ class StripLowering:
         Raises:
             PlanError: the pass has no plan; the message says why.
         """
+        of_pass = target.name, pass_name, self.backend
         if spec.dtype not in target.dtypes:
             raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for this dtype", target.dtypes))
         if spec.visible is not None and self.backend != "triton":
@@ -242,13 +243,15 @@ class StripLowering:
         if spec.is_liftable and (pass_name != "backward" or not spec.kernel):
             rule = "the strip lowering replaces only the fused backward pass of a convolution"
             raise PlanError(explain("pass", pass_name, rule, "backend='triton'"))
-        check_pages(spec, "strip")
+        if spec.packed and spec.page_size and StripPass(replace(spec, page_size=None), *of_pass).fused:
+            rule = "a fused kernel of values side by side reads the keys of packed documents from no pages"
+            raise PlanError(explain("page_size", spec.page_size, rule, "None"))
         if spec.dynamic_ranks and spec.convolved:
             rule = "no kernel applies it before a mixing that depends on tokens"
             raise PlanError(explain("convolved", spec.convolved, rule, "None, or backend='torch'"))
         pairs = ("pairs",) * (self.backend == "triton")
         check_learned(spec, "strip", ("scores", "convolved", "visible", *pairs, "parameters", "sink"))
-        plan = StripPass(spec, target.name, pass_name, self.backend)
+        plan = StripPass(spec, *of_pass)
         plan.check()
         return [plan]
 

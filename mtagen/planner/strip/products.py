@@ -16,6 +16,7 @@ from functools import cached_property
 from sympy import ceiling
 
 from ...spec import Spec
+from ..cache import Cache
 from ..cuda.memory import PANEL, SharedMap, swizzled_bytes
 from ..cuda.toeplitz import CHUNK
 from ..cuda.wgmma import Wgmma
@@ -24,7 +25,7 @@ from ..sizes import COUNT, KEYS, SLOTS
 from ..targets import get_target
 from .cost import DRAIN, START, Work
 from .kernels import decode_rows
-from .sequence import cache_arguments
+from .sequence import step_keys
 from .source import DECODE, Form, StripSource
 
 WARPS = 8  # multiplying warps
@@ -177,7 +178,8 @@ class ProductKernel(StripSource):
         arguments = (
             *reads("Element", "x", "y"),
             *writes("Result", "plane"),
-            *((*reads("int", "seqlens"), *cache_arguments(self.spec)) if self.decodes else ()),
+            *((*reads("int", "seqlens"), *step_keys(self.spec, "int")) if self.decodes else ()),
+            *Cache.of(self.spec).cuda_arguments(),
             *strides("x", "y"),
             *self.sequence.arguments("n_heads", "group", "b0"),
             *numbers("float", "factor"),

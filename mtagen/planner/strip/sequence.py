@@ -19,6 +19,7 @@ NO_LIMIT = -1  # stands in kernels for a window side without a limit
 _ARGUMENTS = {
     "Batch": ("count", "keys", "off", "first", "key0"),
     "Packed": ("documents", "place0", "count", "skip"),
+    "PagedPacked": ("documents", "block_table", "table_width", "place0", "count", "skip"),
     "Step": ("seqlens", "n_k", "count", "keys", "first"),
     "PagedStep": ("seqlens", "n_k", "block_table", "table_width", "count", "keys", "first"),
 }
@@ -31,7 +32,7 @@ class StripSequence:
     Attributes:
         spec: the request.
         decodes: whether the kernel is one of a decode step, whose sequences have different lengths.
-        reads_cache: whether it reads the cache of keys and values of that step.
+        reads_cache: whether it reads keys or values, which may lie in pages.
     """
 
     spec: Spec
@@ -41,18 +42,15 @@ class StripSequence:
     @property
     def struct(self) -> str:
         """The C++ struct that knows where the rows of a sequence lie."""
-        if self.decodes:
-            return "PagedStep" if self.spec.page_size and self.reads_cache else "Step"
-        return "Packed" if self.spec.packed else "Batch"
+        rows = "Step" if self.decodes else "Packed" if self.spec.packed else "Batch"
+        return f"Paged{rows}" if self.spec.page_size and self.reads_cache else rows
 
     @property
     def constants(self) -> Mapping[str, int]:
         """The constants that the struct needs."""
-        if self.struct == "PagedStep":
-            return {"PAGE_SIZE": self.spec.page_size or 0}  # a struct of pages has a size
-        if self.struct != "Packed":
-            return {}
-        return {"TILE": TILE, "CONTEXT": self.spec.context, "KEY_MULTIPLE": begin_multiple(self.spec)}
+        packed = {"TILE": TILE, "CONTEXT": self.spec.context, "KEY_MULTIPLE": begin_multiple(self.spec)}
+        pages = {"PAGE_SIZE": self.spec.page_size} if self.spec.page_size and self.reads_cache else {}
+        return (packed if self.spec.packed else {}) | pages
 
     @property
     def seen_behind(self) -> int:

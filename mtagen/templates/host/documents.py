@@ -84,3 +84,38 @@ def _sizes(
     row_tiles = _schedule(ends, length, tile, row_order)
     key_tiles = _schedule(cu_seq_k, total_k, tile, key_order)
     return cu_seq_q, cu_seq_k, row_tiles, key_tiles, len(row_tiles), len(key_tiles), total_q, total_k
+
+
+def _sizes_of_pages(
+    q: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_k: int,
+    tile: int,
+    row_order: str,
+    key_order: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, int, int, torch.Tensor, int]:
+    """The sizes of packed queries whose keys lie in pages, as kernels take them.
+
+    Args:
+        q: (total_q, H, D).
+        block_table: (documents, width) int32, the pages of each document in order.
+        cu_seq_q: (documents + 1,) int32, the first query of each document, and the end of the last document.
+        cu_seq_k: likewise for keys, as if they lay one after the other.
+        max_k: at least the keys of the longest document.
+        tile: rows or keys of a tile.
+        row_order: order of the tiles of rows, see `_schedule`.
+        key_order: likewise for tiles of keys.
+
+    Returns:
+        cu_seq_q and cu_seq_k, with the queries behind the last document as a document without keys; the tiles of rows,
+        and of keys; the number of either; the rows of all documents, and the most keys; the table and its width.
+    """
+    documents, width = block_table.shape
+    total_q, total_k = len(q), documents * max_k
+    cu_seq_q = torch.cat((cu_seq_q, cu_seq_q.new_full((1,), total_q)))
+    cu_seq_k = torch.cat((cu_seq_k, cu_seq_k[-1:]))
+    row_tiles, key_tiles = _schedule(cu_seq_q, total_q, tile, row_order), _schedule(cu_seq_k, total_k, tile, key_order)
+    lengths = len(row_tiles), len(key_tiles), total_q, total_k
+    return cu_seq_q, cu_seq_k, row_tiles, key_tiles, *lengths, block_table, width

@@ -13,9 +13,14 @@ def _page_rows(table_ptr, j, end, stride_page, stride, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _load_pages(x_ptr, table_ptr, j, end, stride_page, stride, width, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
-    """The rows j of a sequence, (rows, COLUMNS); 0 outside [0, end) and from column `width` on."""
-    rows = _page_rows(table_ptr, j, end, stride_page, stride, SIZE)[:, None]
+def _load_pages(x_ptr, begin, table_ptr, j, end, stride_page, stride, width, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    """The rows j of a sequence, (rows, COLUMNS), in pages that begin `begin` elements after x_ptr.
+
+    Rows outside [0, end) and columns from `width` on are 0.
+    """
+    VECTOR: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth  # rows begin at multiples of 16 bytes
+    strides = stride_page // VECTOR * VECTOR, stride // VECTOR * VECTOR
+    rows = _page_rows(table_ptr, j, end, strides[0], strides[1], SIZE)[:, None]
     columns = tl.arange(0, COLUMNS)[None, :]
-    inside = ((j >= 0) & (j < end))[:, None] & (columns < width)
-    return tl.load(x_ptr + rows + columns, mask=inside, other=0.0)
+    inside = ((j >= 0) & (j < end))[:, None] & (columns < tl.cdiv(width, VECTOR) * VECTOR)
+    return tl.load(x_ptr + begin // VECTOR * VECTOR + rows + columns, mask=inside, other=0.0)

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 from ..mutant import Mutant
 
-RINGS, PAGES, BATCHING = "mtagen/serving.py", "mtagen/ops/pages.py", "mtagen/transformers/batching.py"
+RINGS, APPEND, ROWS = "mtagen/serving.py", "mtagen/ops/append.py", "mtagen/ops/row_kernels.py"
+COPIES, REQUESTS = "mtagen/ops/copies.py", "mtagen/ops/requests.py"
+BATCHING = "mtagen/transformers/batching.py"
 SERVING, PAGED = "tests/test_serving.py", "tests/test_paged.py"
 
 MUTANTS = (
     Mutant(
         "rings-are-read-after-the-step",
         RINGS,
-        "torch.where(step.is_open[..., None, None], open_pages, self.queries[step.page, step.slot])",
-        "self.queries[step.page, step.slot]",
+        "torch.where(is_replaced, REPLACED, place)",
+        "place",
         "New queries have taken the slots of earlier ones in the page that a request goes on filling.",
         (SERVING,),
     ),
     Mutant(
         "rings-are-read-before-the-step",
-        RINGS,
-        "torch.where(step.is_open[..., None, None], open_pages, self.queries[step.page, step.slot])",
-        "open_pages",
+        APPEND,
+        "x.rings[_pages_and_rows(places.queries[stored], slots)] = x.q[stored]",
+        "x.rings[_pages_and_rows(places.queries[stored], slots)], x = x.q[stored], x._replace(rings=x.rings.clone())",
         "A shared page that another request fills in the same step is read before it is full.",
         (SERVING,),
+    ),
+    Mutant(
+        "kernels-move-no-replaced-queries",
+        ROWS,
+        "if replaced_row >= 0:",
+        "if replaced_row < -1:",
+        "Triton's kernel overwrites earlier queries that the request needs.",
+        ("tests/interpreter/test_rings.py",),
     ),
     Mutant(
         "rings-have-no-spare-slots",
@@ -43,8 +53,8 @@ MUTANTS = (
     Mutant(
         "rings-before-the-start-are-read",
         RINGS,
-        "earlier.masked_fill(~step.exists[..., None, None], 0)",
-        "earlier",
+        "torch.where(position < 0, BEFORE_START, place)",
+        "place",
         "What a ring holds of other tokens counts as queries before the first token.",
         (SERVING,),
     ),
@@ -65,16 +75,16 @@ MUTANTS = (
         (SERVING,),
     ),
     Mutant(
-        "unread-queries-go-to-the-last-page",
+        "padding-is-stored-in-pages",
         RINGS,
-        "rings.unread % len(rings.queries), lengths.device",
-        "len(rings.queries) - 1, lengths.device",
-        "Queries that nobody reads overwrite those of a page that an engine may give to a request.",
+        "torch.where(is_real, page * size + place, NOWHERE)",
+        "page * size + place",
+        "Tokens after the last request overwrite the keys and values of its first page.",
         (SERVING,),
     ),
     Mutant(
         "keys-of-the-next-page",
-        PAGES,
+        COPIES,
         "block_table[request, place // size], 0)",
         "block_table[request, (place + 1) // size], 0)",
         "The last key of a page is read from the page after it.",
@@ -82,7 +92,7 @@ MUTANTS = (
     ),
     Mutant(
         "slots-behind-the-last-key-are-read",
-        PAGES,
+        REQUESTS,
         "torch.cat([ends.new_zeros(1), ends])",
         "torch.cat([ends.new_zeros(1), ends + 1])",
         "Requests see what the places after their last keys hold.",
@@ -90,7 +100,7 @@ MUTANTS = (
     ),
     Mutant(
         "rows-before-the-start-count",
-        PAGES,
+        COPIES,
         "q=call.q.masked_fill(before[:, None, None], 0)",
         "q=call.q",
         "What stands in rows before a request's start, which may be NaN, changes its results.",
@@ -98,19 +108,59 @@ MUTANTS = (
     ),
     Mutant(
         "earlier-rows-are-results",
-        PAGES,
-        "(document_of(_new_begins(cu_seq_q, context), rows) + 1) * context",
-        "document_of(_new_begins(cu_seq_q, context), rows) * context",
+        REQUESTS,
+        "row = query + (request + 1) * context",
+        "row = query + request * context",
         "Results begin with those of the earlier queries.",
         (PAGED,),
     ),
     Mutant(
+        "kernels-take-earlier-rows-as-results",
+        ROWS,
+        "row = (query + (request + 1) * CONTEXT).to(tl.int64)",
+        "row = (query + request * CONTEXT).to(tl.int64)",
+        "Results of chunks begin with those of the earlier queries.",
+        ("tests/interpreter/test_paged.py",),
+    ),
+    Mutant(
+        "kernels-count-keys-from-each-block",
+        ROWS,
+        "total + tl.cumsum(others, 0)",
+        "tl.cumsum(others, 0)",
+        "Keys of requests after the first 1024 begin where those of other requests lie.",
+        ("tests/interpreter/test_paged.py",),
+    ),
+    Mutant(
         "caches-of-the-next-page",
-        PAGES,
+        COPIES,
         "block_table[:, place // size], 0)",
         "block_table[:, (place + 1) // size], 0)",
         "The last key of a page is read from the page after it, in steps of single tokens.",
         (PAGED,),
+    ),
+    Mutant(
+        "lifted-rows-before-the-start-count",
+        "mtagen/runtime/load.py",
+        'skips_earlier_rows=reads_pages and plan["forward"].lowering == "tile"',
+        "skips_earlier_rows=reads_pages",
+        "What stands in rows before a request's start changes results of Triton's lift.",
+        ("tests/interpreter/test_paged.py",),
+    ),
+    Mutant(
+        "strips-leave-out-the-first-key-of-pages",
+        "mtagen/templates/triton/strip_paged_host.j2",
+        "documents[:, -1] = 0",
+        "documents[:, -1] = 1",
+        "The keys of a request are read from the second one in its pages on.",
+        ("tests/interpreter/test_paged.py",),
+    ),
+    Mutant(
+        "lift-reads-the-next-page",
+        "mtagen/templates/triton/pages.py",
+        "tl.load(table_ptr + j // SIZE,",
+        "tl.load(table_ptr + (j + 1) // SIZE,",
+        "The last key of a page is read from the page after it.",
+        ("tests/interpreter/test_paged.py",),
     ),
     Mutant(
         "blocks-are-copied-without-rings",
