@@ -103,10 +103,23 @@ class Cache:
         """Return the positions ``(B, count)`` of the next tokens."""
         return self.lengths.unsqueeze(1) + torch.arange(count, device=self.lengths.device)
 
+    @property
+    def _common(self) -> int | None:
+        """The number of tokens that all entries have, if the CPU knows it.
+
+        None in steps that are traced or captured, because they must fit other numbers, too.
+        """
+        return None if _is_captured(self.lengths) or self.ragged else self.longest
+
     def write(self, k: Tensor, v: Tensor) -> None:
         """Write the keys and values ``(B, count, Hkv, D)`` of the next tokens."""
+        common, count = self._common, k.shape[1]
+        if common is not None:
+            for held, new in ((self.keys, k), (self.values, v)):
+                held.narrow(2, common, count).copy_(new.transpose(1, 2))
+            return
         entries = torch.arange(len(k), device=k.device).unsqueeze(1)
-        positions = self.positions(k.shape[1])
+        positions = self.positions(count)
         self.keys[entries, :, positions] = k
         self.values[entries, :, positions] = v
 
@@ -134,15 +147,15 @@ class Cache:
             rule = "must be the dtype of the queries and keys of this call"
             raise InputError(explain("cache.keys.dtype", self.keys.dtype, rule, f"new_cache(..., dtype={q.dtype})"))
         self.write(k, v)
-        held = torch.cat([self.queries, q.transpose(1, 2)], 2)
+        held = torch.cat([self.queries, q.transpose(1, 2)], 2) if self.queries.shape[2] else q.transpose(1, 2)
         queries = held[:, :, self.spare :]
         if count <= MAX_NEW_TOKENS or self.ragged:
             parts: list[Any] = []
             for first in range(0, count, MAX_NEW_TOKENS):
                 end = min(first + MAX_NEW_TOKENS, count)
                 tail = queries[:, :, first : end + context]
-                parts.append(op.decode(tail, self.keys, self.values, **weights, cache_seqlens=self.lengths + end))
-            out: Any = torch.cat(parts, 2)
+                parts.append(op.decode(tail, **self._until(end), **weights))
+            out: Any = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
         else:
             earlier = min(context, self.read_longest())
             keys, values = (y[:, :, : self.read_longest() + count] for y in (self.keys, self.values))
@@ -151,12 +164,18 @@ class Cache:
         self.advance(count, held[:, :, count:])
         return out.transpose(1, 2)  # type: ignore[no-any-return]
 
+    def _until(self, end: int) -> dict[str, Tensor]:
+        """Return the keys and values up to the next ``end`` tokens, as arguments of a decode step."""
+        if self._common is None:
+            return {"k_cache": self.keys, "v_cache": self.values, "cache_seqlens": self.lengths + end}
+        used = self._common + end
+        return {"k_cache": self.keys[:, :, :used], "v_cache": self.values[:, :, :used]}
+
     def advance(self, count: int, queries: Tensor) -> None:
         """Count the tokens that were written, and store the last queries ``(B, H, context + spare, D)``."""
         self.queries.copy_(queries)
         self.lengths += count
-        captured = torch.compiler.is_compiling() or (self.lengths.is_cuda and torch.cuda.is_current_stream_capturing())
-        self.longest = None if captured or self.longest is None else self.longest + count
+        self.longest = None if _is_captured(self.lengths) or self.longest is None else self.longest + count
 
     @property
     def removable(self) -> int:
@@ -229,6 +248,11 @@ class Cache:
         tensors = {name: getattr(self, name)[entries] for name in _TENSORS}
         ragged, longest = self.ragged and len(entries) > 1, None if self.ragged else self.longest
         return replace(self, **tensors, longest=longest, ragged=ragged)
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Return whether torch.compile traces calls, or a CUDA graph captures those on the device of ``x``."""
+    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 class EngineCache(ABC):

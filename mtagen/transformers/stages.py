@@ -100,7 +100,7 @@ class ScoreStages(nn.Module):
         They are read by a call, as tools expect that replace, load or gather the weights of a module
         when it is called.
         """
-        return dict(self.named_parameters())
+        return {name: getattr(self, name) for name in self.op.plan.spec.weight_names}
 
     def check(self, window: int | None, cap: float | None, sink: Tensor | None) -> None:
         """Check what a model's attention passes to :func:`attend`.
