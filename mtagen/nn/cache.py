@@ -126,11 +126,12 @@ class Cache:
     def compute(self, op: AttentionOp, weights: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Add the next tokens, and return their outputs ``(B, N, H, D)``.
 
-        A few tokens are decoded, from whole buffers and from lengths that the GPU reads, so that
-        all steps have the same shapes. More tokens go through the op's forward pass in one call if
-        the entries have equal lengths; the queries before them go with them, and their rows of
-        outputs are dropped. Entries of different lengths do not fit the tensors of one forward
-        pass, so they are decoded a few tokens at a time.
+        A few tokens are decoded. Steps that are traced or captured read whole buffers, and lengths
+        that the GPU reads, so that all of them have the same shapes. Other steps of entries with
+        equal lengths read slices, which takes fewer operations. More tokens go through the op's
+        forward pass in one call if the entries have equal lengths; the queries before them go with
+        them, and their rows of outputs are dropped. Entries of different lengths do not fit the
+        tensors of one forward pass, so they are decoded a few tokens at a time.
 
         Args:
             op: the op of the layer.
@@ -154,7 +155,8 @@ class Cache:
             for first in range(0, count, MAX_NEW_TOKENS):
                 end = min(first + MAX_NEW_TOKENS, count)
                 tail = queries[:, :, first : end + context]
-                parts.append(op.decode(tail, **self._until(end), **weights))
+                keys, values, lengths = self._until(end)
+                parts.append(op.decode(tail, keys, values, cache_seqlens=lengths, **weights))
             out: Any = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
         else:
             earlier = min(context, self.read_longest())
@@ -164,12 +166,12 @@ class Cache:
         self.advance(count, held[:, :, count:])
         return out.transpose(1, 2)  # type: ignore[no-any-return]
 
-    def _until(self, end: int) -> dict[str, Tensor]:
-        """Return the keys and values up to the next ``end`` tokens, as arguments of a decode step."""
+    def _until(self, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return keys, values and lengths of a decode step whose last query is the next token ``end``, from 1 on."""
         if self._common is None:
-            return {"k_cache": self.keys, "v_cache": self.values, "cache_seqlens": self.lengths + end}
+            return self.keys, self.values, self.lengths + end
         used = self._common + end
-        return {"k_cache": self.keys[:, :, :used], "v_cache": self.values[:, :, :used]}
+        return self.keys[:, :, :used], self.values[:, :, :used], None
 
     def advance(self, count: int, queries: Tensor) -> None:
         """Count the tokens that were written, and store the last queries ``(B, H, context + spare, D)``."""

@@ -105,7 +105,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _turn(x: Tensor, turns: Tensor) -> Tensor:
     """Rotate vectors by one product of complex numbers, each of which is a pair."""
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(torch.unflatten(x, -1, (-1, 2)))
     return torch.view_as_real(pairs * turns).flatten(-2)
 
 
