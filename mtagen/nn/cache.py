@@ -103,20 +103,17 @@ class Cache:
         """Return the positions ``(B, count)`` of the next tokens."""
         return self.lengths.unsqueeze(1) + torch.arange(count, device=self.lengths.device)
 
-    @property
-    def _common(self) -> int | None:
-        """The number of tokens that all entries have, if the CPU knows it.
+    def _write(self, k: Tensor, v: Tensor, begin: int | None) -> None:
+        """Write the keys and values ``(B, count, Hkv, D)`` of the next tokens.
 
-        None in steps that are traced or captured, because they must fit other numbers, too.
+        Args:
+            k, v: the keys and values.
+            begin: number of tokens of each entry; None if entries differ, or if only the GPU knows.
         """
-        return None if _is_captured(self.lengths) or self.ragged else self.longest
-
-    def write(self, k: Tensor, v: Tensor) -> None:
-        """Write the keys and values ``(B, count, Hkv, D)`` of the next tokens."""
-        common, count = self._common, k.shape[1]
-        if common is not None:
-            for held, new in ((self.keys, k), (self.values, v)):
-                held.narrow(2, common, count).copy_(new.transpose(1, 2))
+        count = k.shape[1]
+        if begin is not None:
+            self.keys.narrow(2, begin, count).copy_(k.transpose(1, 2))
+            self.values.narrow(2, begin, count).copy_(v.transpose(1, 2))
             return
         entries = torch.arange(len(k), device=k.device).unsqueeze(1)
         positions = self.positions(count)
@@ -147,7 +144,9 @@ class Cache:
         if q.dtype != self.keys.dtype:
             rule = "must be the dtype of the queries and keys of this call"
             raise InputError(explain("cache.keys.dtype", self.keys.dtype, rule, f"new_cache(..., dtype={q.dtype})"))
-        self.write(k, v)
+        is_captured = _is_captured(k)
+        begin = None if is_captured or self.ragged else self.longest
+        self._write(k, v, begin)
         held = torch.cat([self.queries, q.transpose(1, 2)], 2) if self.queries.shape[2] else q.transpose(1, 2)
         queries = held[:, :, self.spare :]
         if count <= MAX_NEW_TOKENS or self.ragged:
@@ -155,7 +154,11 @@ class Cache:
             for first in range(0, count, MAX_NEW_TOKENS):
                 end = min(first + MAX_NEW_TOKENS, count)
                 tail = queries[:, :, first : end + context]
-                keys, values, lengths = self._until(end)
+                if begin is None:
+                    keys, values, lengths = self.keys, self.values, self.lengths + end
+                else:
+                    keys, values = (x.narrow(2, 0, begin + end) for x in (self.keys, self.values))
+                    lengths = None
                 parts.append(op.decode(tail, keys, values, cache_seqlens=lengths, **weights))
             out: Any = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
         else:
@@ -163,21 +166,20 @@ class Cache:
             keys, values = (y[:, :, : self.read_longest() + count] for y in (self.keys, self.values))
             out = op(queries[:, :, context - earlier :], keys, values, **weights)
             out = out[:, :, earlier:]
-        self.advance(count, held[:, :, count:])
+        self._advance(count, held[:, :, count:], is_captured)
         return out.transpose(1, 2)  # type: ignore[no-any-return]
 
-    def _until(self, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return keys, values and lengths of a decode step whose last query is the next token ``end``, from 1 on."""
-        if self._common is None:
-            return self.keys, self.values, self.lengths + end
-        used = self._common + end
-        return self.keys[:, :, :used], self.values[:, :, :used], None
+    def _advance(self, count: int, queries: Tensor, is_captured: bool) -> None:
+        """Count the tokens that were written, and store the last queries.
 
-    def advance(self, count: int, queries: Tensor) -> None:
-        """Count the tokens that were written, and store the last queries ``(B, H, context + spare, D)``."""
+        Args:
+            count: number of tokens.
+            queries: ``(B, H, context + spare, D)``.
+            is_captured: whether the call is traced or captured, so that only the GPU counts.
+        """
         self.queries.copy_(queries)
         self.lengths += count
-        self.longest = None if _is_captured(self.lengths) or self.longest is None else self.longest + count
+        self.longest = None if is_captured or self.longest is None else self.longest + count
 
     @property
     def removable(self) -> int:
