@@ -12,6 +12,8 @@ from ..config import Config
 from ..ops.checks import is_aligned
 from ..runtime.triton_package import triton_is_installed
 
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+
 
 @cache
 def _devices_of_kernels() -> frozenset[str]:
@@ -29,10 +31,11 @@ def has_kernels(x: Tensor, *parameters: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and x.device.type in _devices_of_kernels()
-        and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and x.dtype in DTYPES
         and x.ndim in (3, 4)
         and x.numel() > 0
         and is_aligned(x)
         and all(type(y) in (Tensor, Parameter) for y in (x, *parameters))
+        and all(y.is_contiguous() for y in parameters)
         and not torch._C._are_functorch_transforms_active()
     )

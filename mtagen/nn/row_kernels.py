@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ..ops.checks import is_aligned
 from ..runtime.devices import devices_for, local_target
+from .kernel_choice import DTYPES
 
 BLOCK = 2048  # numbers of a program's block of rows
 _SIZES = ("count", "N", "H", "stride_b", "stride_n", "stride_h")  # for which nothing is compiled again
@@ -24,12 +25,15 @@ PROGRAMS = 1024  # of a backward kernel, at most: each writes its part of the su
 
 
 @triton.jit
-def _rows(first, N, H, stride_b, stride_n, stride_h, ROWS: tl.constexpr):
-    """Numbers of a block's rows, counted token by token, and where they begin in a tensor (B, N, H, D)."""
+def _rows(first, N, H, stride_b, stride_n, stride_h, ROWS: tl.constexpr, VECTOR: tl.constexpr):
+    """Numbers of a block's rows, counted token by token, and where they begin in a tensor (B, N, H, D).
+
+    They begin at multiples of VECTOR numbers, 16 bytes.
+    """
     row = first + tl.arange(0, ROWS)
     token = row // H
     at = (token // N).to(tl.int64) * stride_b + (token % N).to(tl.int64) * stride_n + (row % H).to(tl.int64) * stride_h
-    return row.to(tl.int64), tl.multiple_of(at, 8)  # 16 bytes or more
+    return row, tl.multiple_of(at, VECTOR)
 
 
 @triton.jit
@@ -45,7 +49,7 @@ def _store(pointer, x, count, row, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Write rows one after another."""
     columns = tl.arange(0, BLOCK_D)
     inside = (row < count)[:, None] & (columns < D)
-    tl.store(pointer + row[:, None] * D + columns, x.to(pointer.dtype.element_ty), inside)
+    tl.store(pointer + row.to(tl.int64)[:, None] * D + columns, x.to(pointer.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -57,13 +61,13 @@ def _load_vector(pointer, D: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit(do_not_specialize=(*_SIZES, "angles_b"))
 def _rotate(
     x_pointer, cos_pointer, sin_pointer, y_pointer, count, N, H, stride_b, stride_n, stride_h, angles_b, sign,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Rotate the pairs of each row by the angles of its token; backwards if ``sign`` is -1."""
-    row, at = _rows(tl.program_id(0) * ROWS, N, H, stride_b, stride_n, stride_h, ROWS)
+    row, at = _rows(tl.program_id(0) * ROWS, N, H, stride_b, stride_n, stride_h, ROWS, VECTOR)
     token = row // H
     pair = tl.arange(0, BLOCK_D // 2)
-    at_angle = ((token // N) * angles_b + token % N)[:, None] * (D // 2) + pair
+    at_angle = ((token // N) * angles_b + token % N).to(tl.int64)[:, None] * (D // 2) + pair
     inside = (row < count)[:, None] & (pair < D // 2)
     cos, sin = tl.load(cos_pointer + at_angle, inside, 0.0), tl.load(sin_pointer + at_angle, inside, 0.0) * sign
     pairs = _load(x_pointer, at, count, row, D, BLOCK_D).reshape(ROWS, BLOCK_D // 2, 2)
@@ -82,9 +86,9 @@ def _normed(x, eps, D: tl.constexpr):
 @triton.jit(do_not_specialize=_SIZES)
 def _norm_forward(
     x_pointer, weight_pointer, y_pointer, count, N, H, stride_b, stride_n, stride_h, factor, eps,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    row, at = _rows(tl.program_id(0) * ROWS, N, H, stride_b, stride_n, stride_h, ROWS)
+    row, at = _rows(tl.program_id(0) * ROWS, N, H, stride_b, stride_n, stride_h, ROWS, VECTOR)
     dtype = y_pointer.dtype.element_ty
     normed, _ = _normed(_load(x_pointer, at, count, row, D, BLOCK_D), eps, D)
     weight = _load_vector(weight_pointer, D, BLOCK_D).to(dtype).to(tl.float32)
@@ -95,15 +99,15 @@ def _norm_forward(
 @triton.jit(do_not_specialize=_SIZES)
 def _norm_backward(
     grad_pointer, x_pointer, weight_pointer, dx_pointer, sums_pointer, count, N, H, stride_b, stride_n, stride_h,
-    factor, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    factor, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """With n the normed row, r its scale and g the gradient of n: dx = r (g - n mean(g n))."""
     weight = _load_vector(weight_pointer, D, BLOCK_D).to(x_pointer.dtype.element_ty).to(tl.float32)
     dweight = tl.zeros([BLOCK_D], tl.float32)
     for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
-        row, at = _rows(first, N, H, stride_b, stride_n, stride_h, ROWS)
+        row, at = _rows(first, N, H, stride_b, stride_n, stride_h, ROWS, VECTOR)
         normed, scale = _normed(_load(x_pointer, at, count, row, D, BLOCK_D), eps, D)
-        grad = _load(grad_pointer, row * D, count, row, D, BLOCK_D) * factor
+        grad = _load(grad_pointer, row.to(tl.int64) * D, count, row, D, BLOCK_D) * factor
         dweight += tl.sum(grad * normed, 0)
         grad *= weight
         mean = tl.sum(grad * normed, 1) / D
@@ -121,9 +125,9 @@ def _gate(x, weight, bias):
 @triton.jit(do_not_specialize=_SIZES)
 def _gate_forward(
     x_pointer, weight_pointer, bias_pointer, y_pointer, count, N, H, stride_b, stride_n, stride_h,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    row, at = _rows(tl.program_id(0) * ROWS, N, H, stride_b, stride_n, stride_h, ROWS)
+    row, at = _rows(tl.program_id(0) * ROWS, N, H, stride_b, stride_n, stride_h, ROWS, VECTOR)
     x = _load(x_pointer, at, count, row, D, BLOCK_D)
     weight = _load_vector(weight_pointer, D, BLOCK_D).to(tl.float32)
     gate = _gate(x, weight, tl.load(bias_pointer).to(tl.float32))
@@ -133,16 +137,16 @@ def _gate_forward(
 @triton.jit(do_not_specialize=_SIZES)
 def _gate_backward(
     grad_pointer, x_pointer, weight_pointer, bias_pointer, dx_pointer, sums_pointer, count, N, H,
-    stride_b, stride_n, stride_h, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    stride_b, stride_n, stride_h, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """With s the sigmoid and z its logit: dz = s (1 - s) sum(grad x), dx = s grad + dz weight."""
     weight = _load_vector(weight_pointer, D, BLOCK_D).to(tl.float32)
     bias = tl.load(bias_pointer).to(tl.float32)
     dweight, dbias = tl.zeros([BLOCK_D], tl.float32), tl.zeros([ROWS], tl.float32)
     for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
-        row, at = _rows(first, N, H, stride_b, stride_n, stride_h, ROWS)
+        row, at = _rows(first, N, H, stride_b, stride_n, stride_h, ROWS, VECTOR)
         x = _load(x_pointer, at, count, row, D, BLOCK_D)
-        grad = _load(grad_pointer, row * D, count, row, D, BLOCK_D)
+        grad = _load(grad_pointer, row.to(tl.int64) * D, count, row, D, BLOCK_D)
         gate = _gate(x, weight, bias)
         dlogit = tl.sum(grad * x, 1) * gate * (1 - gate)
         _store(dx_pointer, grad * gate[:, None] + dlogit[:, None] * weight, count, row, D, BLOCK_D)
@@ -160,7 +164,7 @@ def _launch(kernel: Any, tensors: tuple[Tensor, ...], x: Tensor, programs: int |
     count = x.numel() // dim
     strides = (0, *x.stride()[:2]) if x.ndim == 3 else x.stride()[:3]
     grid = (triton.cdiv(count, _block(dim)) if programs is None else programs,)
-    sizes = {"D": dim, "BLOCK_D": triton.next_power_of_2(dim), "ROWS": _block(dim)}
+    sizes = {"D": dim, "BLOCK_D": triton.next_power_of_2(dim), "ROWS": _block(dim), "VECTOR": 16 // x.element_size()}
     with _on(x):
         kernel[grid](*tensors, count, tokens, heads, *strides, *numbers, **sizes)
 
@@ -177,7 +181,10 @@ def _sums(x: Tensor, extent: int) -> Tensor:
 
 
 def _on(x: Tensor) -> AbstractContextManager[object]:
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    """Make the device of ``x`` the current device, on which kernels are launched."""
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
 
 
 class Rotation(torch.autograd.Function):
@@ -244,7 +251,7 @@ class ScalarGate(torch.autograd.Function):
 
 
 def compile_for(head_dim: int, dtype: torch.dtype, parameters: torch.dtype, *, norm: bool, gate: bool) -> None:
-    """Compile the kernels for all GPUs for which ops are built; without a GPU do nothing.
+    """Compile the kernels for all GPUs for which ops are built, if they have the dtype; without a GPU do nothing.
 
     Args:
         head_dim: numbers of a row.
@@ -252,7 +259,7 @@ def compile_for(head_dim: int, dtype: torch.dtype, parameters: torch.dtype, *, n
         parameters: dtype of the norm's and the gate's parameters.
         norm, gate: whether kernels of the norm and of the gate are compiled.
     """
-    for device in devices_for(local_target()):
+    for device in devices_for(local_target()) if dtype in DTYPES else ():
         with torch.inference_mode(False), torch.enable_grad():
             x = torch.zeros(1, 1, 1, head_dim, device=device, dtype=dtype, requires_grad=True)
             weight, bias = torch.zeros(1, head_dim, device=device, dtype=parameters), x.new_zeros(1, dtype=parameters)
