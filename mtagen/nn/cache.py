@@ -32,7 +32,7 @@ class Cache:
     alone, so that one graph serves all lengths. They set ``longest`` to None. While it is None, a
     call of up to eight tokens does not check that there is room, and more than ``max_len`` tokens
     are an index error on the GPU. Replays of a captured step run nothing on the CPU, so set
-    ``longest`` to None after them.
+    ``longest`` to None after them: calls would else write over the tokens that replays added.
 
     Attributes:
         keys: ``(B, Hkv, max_len, D)``.

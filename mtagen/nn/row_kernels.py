@@ -7,6 +7,7 @@ the formulas of :mod:`.rope` and :mod:`.parts`, which these kernels compute.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from typing import Any
 
 import torch
@@ -255,14 +256,14 @@ def compile_for(head_dim: int, dtype: torch.dtype, parameters: torch.dtype, *, n
 
     Args:
         head_dim: numbers of a row.
-        dtype: dtype of the rows.
+        dtype: dtype of the rows, which the parameters may have, too, as under a policy of mixed precision.
         parameters: dtype of the norm's and the gate's parameters.
         norm, gate: whether kernels of the norm and of the gate are compiled.
     """
-    for device in devices_for(local_target()) if dtype in DTYPES else ():
+    for device, kind in product(devices_for(local_target()) if dtype in DTYPES else (), {dtype, parameters}):
         with torch.inference_mode(False), torch.enable_grad():
             x = torch.zeros(1, 1, 1, head_dim, device=device, dtype=dtype, requires_grad=True)
-            weight, bias = torch.zeros(1, head_dim, device=device, dtype=parameters), x.new_zeros(1, dtype=parameters)
+            weight, bias = torch.zeros(1, head_dim, device=device, dtype=kind), x.new_zeros(1, dtype=kind)
             angles = torch.zeros(1, 1, head_dim // 2, device=device)
             y = Rotation.apply(x, angles, angles)  # type: ignore[no-untyped-call]
             y = Norm.apply(y, weight[0], 1.0, 1.0) if norm else y  # type: ignore[no-untyped-call]
