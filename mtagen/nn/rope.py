@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..errors import SpecError, explain
-from .kernel_choice import has_kernels
 
 
 @dataclass(frozen=True)
@@ -90,14 +89,9 @@ def rotate(angles: Tensor, *vectors: Tensor) -> list[Tensor]:
         angles: of :func:`rotation`. Products are computed in their dtype.
         *vectors: tensors of vectors; each result has the dtype of its tensor.
     """
-    has_all = all(has_kernels(x, angles) for x in vectors)
-    if has_all or torch.compiler.is_compiling():  # the compiler fuses real operations only
+    if torch.compiler.is_compiling():  # the compiler fuses real operations only
         cos, sin = angles.cos(), angles.sin()
-        if not has_all:
-            return [_rotate(x, cos, sin) for x in vectors]
-        from .row_kernels import Rotation  # needs Triton
-
-        return [Rotation.apply(x, cos, sin) for x in vectors]  # type: ignore[no-untyped-call]
+        return [_rotate(x, cos, sin) for x in vectors]
     turns = torch.polar(torch.ones_like(angles), angles)
     return [_turn(x.to(angles.dtype).contiguous(), turns).to(x.dtype) for x in vectors]
 
