@@ -26,13 +26,13 @@ class Cache:
     keys and values: as many as the convolutions before and after the softmax reach back together,
     cq - 1 each. It also holds ``spare`` older queries, so that :meth:`remove` can take back the last
     tokens, as speculative decoding does. Keys and queries are stored after their rotary embedding.
-    Buffers are written in place and never grow.
+    Buffers never grow.
 
     Steps that ``torch.compile`` traces, or that a CUDA graph captures, count tokens on the GPU
-    alone, so that one graph serves all lengths. They set ``longest`` to None. While it is None, a
-    call of up to eight tokens does not check that there is room, and more than ``max_len`` tokens
-    are an index error on the GPU. Replays of a captured step run nothing on the CPU, so set
-    ``longest`` to None after them: calls would else write over the tokens that replays added.
+    alone, so that one graph serves all lengths. From such a step on, ``captured`` is True, buffers
+    are written in place, and ``longest`` is None, because replays of a captured step run nothing on
+    the CPU. A call of up to eight tokens then does not check that there is room, and more than
+    ``max_len`` tokens are an index error on the GPU.
 
     Attributes:
         keys: ``(B, Hkv, max_len, D)``.
@@ -45,6 +45,7 @@ class Cache:
         longest: the largest of ``lengths``; None while only the GPU knows it.
         ragged: whether ``lengths`` may differ.
         spare: how many tokens may be taken back at most.
+        captured: whether a step with this cache was traced or captured.
     """
 
     keys: Tensor
@@ -55,6 +56,7 @@ class Cache:
     longest: int | None = 0
     ragged: bool = False
     spare: int = 0
+    captured: bool = False
 
     @classmethod
     def for_op(
@@ -95,9 +97,11 @@ class Cache:
 
     def read_longest(self) -> int:
         """Return the largest of ``lengths``. The CPU waits for the GPU if only the GPU knows it."""
-        if self.longest is None:
-            self.longest = max(self.lengths.tolist(), default=0)
-        return self.longest
+        if self.longest is not None:
+            return self.longest
+        longest: int = max(self.lengths.tolist(), default=0)
+        self.longest = None if self.captured else longest
+        return longest
 
     def positions(self, count: int) -> Tensor:
         """Return the positions ``(B, count)`` of the next tokens."""
@@ -144,8 +148,9 @@ class Cache:
         if q.dtype != self.keys.dtype:
             rule = "must be the dtype of the queries and keys of this call"
             raise InputError(explain("cache.keys.dtype", self.keys.dtype, rule, f"new_cache(..., dtype={q.dtype})"))
-        is_captured = _is_captured(k)
-        begin = None if is_captured or self.ragged else self.longest
+        if _is_captured(k):
+            self.captured = True
+        begin = None if self.captured or self.ragged else self.longest
         self._write(k, v, begin)
         held = torch.cat([self.queries, q.transpose(1, 2)], 2) if self.queries.shape[2] else q.transpose(1, 2)
         queries = held[:, :, self.spare :]
@@ -162,24 +167,22 @@ class Cache:
                 parts.append(op.decode(tail, keys, values, cache_seqlens=lengths, **weights))
             out: Any = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
         else:
-            earlier = min(context, self.read_longest())
-            keys, values = (y[:, :, : self.read_longest() + count] for y in (self.keys, self.values))
+            longest = self.read_longest()
+            earlier = min(context, longest)
+            keys, values = (y[:, :, : longest + count] for y in (self.keys, self.values))
             out = op(queries[:, :, context - earlier :], keys, values, **weights)
             out = out[:, :, earlier:]
-        self._advance(count, held[:, :, count:], is_captured)
+        self._advance(count, held[:, :, count:])
         return out.transpose(1, 2)  # type: ignore[no-any-return]
 
-    def _advance(self, count: int, queries: Tensor, is_captured: bool) -> None:
-        """Count the tokens that were written, and store the last queries.
-
-        Args:
-            count: number of tokens.
-            queries: ``(B, H, context + spare, D)``.
-            is_captured: whether the call is traced or captured, so that only the GPU counts.
-        """
-        self.queries.copy_(queries)
+    def _advance(self, count: int, queries: Tensor) -> None:
+        """Count the tokens that were written, and store the last queries ``(B, H, context + spare, D)``."""
+        if self.captured:
+            self.queries.copy_(queries)
+        else:  # a view of a prompt's queries would keep all of them in memory
+            self.queries = queries if count <= MAX_NEW_TOKENS else queries.clone()
         self.lengths += count
-        self.longest = None if is_captured or self.longest is None else self.longest + count
+        self.longest = None if self.captured or self.longest is None else self.longest + count
 
     @property
     def removable(self) -> int:
@@ -235,11 +238,11 @@ class Cache:
             rule = "must have one max_len and one spare in common"
             got = [f"max_len={max_len}, spare={spare}" for max_len, spare in sorted(sizes)]
             raise InputError(explain("caches", got, rule, "caches of layer.new_cache(batch, max_len, spare=...)"))
-        tensors = {name: torch.cat([getattr(cache, name) for cache in caches]) for name in _TENSORS}
-        longest = max(cache.read_longest() for cache in caches)
-        ragged = any(cache.ragged or cache.longest != longest for cache in caches)
+        tensors: dict[str, Any] = {name: torch.cat([getattr(cache, name) for cache in caches]) for name in _TENSORS}
+        counts = [cache.read_longest() for cache in caches]
+        ragged = any(cache.ragged or count != counts[0] for cache, count in zip(caches, counts, strict=True))
         ((_, spare),) = sizes
-        return cls(**tensors, longest=longest, ragged=ragged, spare=spare)
+        return cls(**tensors, longest=max(counts), ragged=ragged, spare=spare)
 
     def select(self, entries: Tensor) -> Cache:
         """Return a cache with copies of the entries that ``entries`` lists, in that order.
@@ -251,7 +254,7 @@ class Cache:
         """
         tensors = {name: getattr(self, name)[entries] for name in _TENSORS}
         ragged, longest = self.ragged and len(entries) > 1, None if self.ragged else self.longest
-        return replace(self, **tensors, longest=longest, ragged=ragged)
+        return replace(self, **tensors, longest=longest, ragged=ragged, captured=False)
 
 
 def _is_captured(x: Tensor) -> bool:

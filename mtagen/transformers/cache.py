@@ -199,7 +199,7 @@ class MtaCacheLayer(CacheLayerMixin):
             held: dict[str, Any] = {name: x for name, x in vars(self.state).items() if isinstance(x, Tensor)}
             for name, x in held.items():
                 x.copy_(getattr(chosen, name))
-            chosen = replace(chosen, **held)
+            chosen = replace(chosen, **held, captured=self.state.captured)
         self.state = chosen
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
