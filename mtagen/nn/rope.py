@@ -89,10 +89,10 @@ def rotate(angles: Tensor, *vectors: Tensor) -> list[Tensor]:
         angles: of :func:`rotation`. Products are computed in their dtype.
         *vectors: tensors of vectors; each result has the dtype of its tensor.
     """
+    cos, sin = angles.cos(), angles.sin()
     if torch.compiler.is_compiling():  # the compiler fuses real operations only
-        cos, sin = angles.cos(), angles.sin()
         return [_rotate(x, cos, sin) for x in vectors]
-    turns = torch.polar(torch.ones_like(angles), angles)
+    turns = torch.complex(cos, sin)
     return [_turn(x.to(angles.dtype).contiguous(), turns).to(x.dtype) for x in vectors]
 
 
