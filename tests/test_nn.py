@@ -30,7 +30,7 @@ import mtagen
 from mtagen import InputError, SpecError
 from mtagen.accuracy import compare
 from mtagen.call import Call
-from mtagen.nn import Cache, FrequencyScaling, MultiTokenAttention
+from mtagen.nn import Cache, FrequencyScaling, MultiTokenAttention, rope
 from mtagen.nn.parts import HeadNorm
 from mtagen.ops import library
 
@@ -564,6 +564,16 @@ def test_compile_of_generation(layer: MultiTokenAttention) -> None:
     with torch.no_grad(), pytest.raises(InputError, match="the cache holds 30 of 32"):
         layer(x[:, :9], cache=cache)
     assert cache.read_longest() == 30
+
+
+def test_rotation_of_compiled_calls() -> None:
+    """Eager calls rotate by complex products, and in the same direction."""
+    torch._dynamo.reset()
+    angles = rope.rotation(torch.arange(9)[None], 16, 100.0, None, torch.float64)
+    vectors = tokens(2, 9, 4 * 16).unflatten(-1, (4, 16)), tokens(2, 9, 16).unsqueeze(2)
+    torch.testing.assert_close(
+        torch.compile(rope.rotate, backend="eager")(angles, *vectors), rope.rotate(angles, *vectors)
+    )
 
 
 def test_calls_between_compiled_steps() -> None:
