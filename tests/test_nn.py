@@ -30,7 +30,7 @@ import mtagen
 from mtagen import InputError, SpecError
 from mtagen.accuracy import compare
 from mtagen.call import Call
-from mtagen.nn import Cache, FrequencyScaling, MultiTokenAttention
+from mtagen.nn import Cache, FrequencyScaling, MultiTokenAttention, rope
 from mtagen.nn.parts import HeadNorm
 from mtagen.ops import library
 
@@ -563,7 +563,35 @@ def test_compile_of_generation(layer: MultiTokenAttention) -> None:
     assert cache.longest is None
     with torch.no_grad(), pytest.raises(InputError, match="the cache holds 30 of 32"):
         layer(x[:, :9], cache=cache)
-    assert cache.longest == 30
+    assert cache.read_longest() == 30
+
+
+def test_rotation_of_compiled_calls() -> None:
+    """Eager calls rotate by complex products, and in the same direction."""
+    torch._dynamo.reset()
+    angles = rope.rotation(torch.arange(9)[None], 16, 100.0, None, torch.float64)
+    vectors = tokens(2, 9, 4 * 16).unflatten(-1, (4, 16)), tokens(2, 9, 16).unsqueeze(2)
+    torch.testing.assert_close(
+        torch.compile(rope.rotate, backend="eager")(angles, *vectors), rope.rotate(angles, *vectors)
+    )
+
+
+def test_calls_between_compiled_steps() -> None:
+    """Buffers keep their addresses, and only the device counts tokens."""
+    torch._dynamo.reset()
+    layer, x = made(LAYERS["everything"]), tokens(2, 20)
+    step = torch.compile(lambda x, cache: layer(x, cache=cache), fullgraph=True, backend="eager")
+    cache = layer.new_cache(2, 24)
+    with torch.no_grad():
+        parts = [layer(x[:, :2], cache=cache), step(x[:, 2:3], cache)]
+        addresses = [y.data_ptr() for y in (cache.keys, cache.values, cache.queries, cache.lengths)]
+        for call, part in ((layer, x[:, 3:6]), (layer, x[:, 6:16]), (step, x[:, 16:17]), (layer, x[:, 17:])):
+            parts.append(call(part, cache=cache))
+            assert (cache.captured, cache.longest) == (True, None)
+        torch.testing.assert_close(torch.cat(parts, 1), layer(x))
+    assert addresses == [y.data_ptr() for y in (cache.keys, cache.values, cache.queries, cache.lengths)]
+    joined = Cache.cat([cache.select(torch.tensor([1])), cache.select(torch.tensor([0]))])
+    assert (joined.ragged, joined.longest, joined.captured) == (False, 20, False)
 
 
 def test_compiled_prompt(layer: MultiTokenAttention) -> None:

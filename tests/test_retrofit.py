@@ -331,6 +331,23 @@ def test_what_cannot_be_retrofitted(family: str, changes: Any, options: Any, mat
         retrofit(made(family, **changes), **options)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_configurations_refuse_options_without_effect(family: str) -> None:
+    family_type = f"mtagen_{family}"
+    for name, value, match in (
+        ("kernal", (2, 3), "this model has no option of that name; legal: kernel="),
+        ("post_mixed_head", 2, "this model has no option of that name; legal: post_mixed_heads="),
+        ("compute_dtyp", "float32", "this model has no option of that name; legal: compute_dtype="),
+        ("group_norm", True, r"stages that are added to a model have no option of that name; legal: \('kernel', "),
+    ):
+        with pytest.raises(SpecError, match=f"{name}: got .*{match}"):
+            transformers.AutoConfig.for_model(family_type, **{name: value})
+    kept = transformers.AutoConfig.for_model(
+        family_type, rope_theta=100.0, attention_dropout=0.0, group_norm=False, a_label="mine"
+    )
+    assert kept.a_label == "mine"
+
+
 def test_only_known_classes_are_retrofitted() -> None:
     sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": VOCABULARY}
     for other in (transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)), retrofit(made())):

@@ -27,13 +27,13 @@ class Cache:
     keys and values: as many as the convolutions before and after the softmax reach back together,
     cq - 1 each. It also holds ``spare`` older queries, so that :meth:`remove` can take back the last
     tokens, as speculative decoding does. Keys and queries are stored after their rotary embedding.
-    Buffers are written in place and never grow.
+    Buffers never grow.
 
     Steps that ``torch.compile`` traces, or that a CUDA graph captures, count tokens on the GPU
-    alone, so that one graph serves all lengths. They set ``longest`` to None. While it is None, a
-    call of up to eight tokens does not check that there is room, and more than ``max_len`` tokens
-    are an index error on the GPU. Replays of a captured step run nothing on the CPU, so set
-    ``longest`` to None after them.
+    alone, so that one graph serves all lengths. From such a step on, ``captured`` is True, buffers
+    are written in place, and ``longest`` is None, because replays of a captured step run nothing on
+    the CPU. A call of up to eight tokens then does not check that there is room, and more than
+    ``max_len`` tokens are an index error on the GPU.
 
     Attributes:
         keys: ``(B, Hkv, max_len, D)``.
@@ -49,6 +49,7 @@ class Cache:
         longest: the largest of ``lengths``; None while only the GPU knows it.
         ragged: whether ``lengths`` may differ.
         spare: how many tokens may be taken back at most.
+        captured: whether a step with this cache was traced or captured.
     """
 
     keys: Tensor
@@ -61,6 +62,7 @@ class Cache:
     longest: int | None = 0
     ragged: bool = False
     spare: int = 0
+    captured: bool = False
 
     @classmethod
     def for_op(
@@ -105,18 +107,33 @@ class Cache:
 
     def read_longest(self) -> int:
         """Return the largest of ``lengths``. The CPU waits for the GPU if only the GPU knows it."""
-        if self.longest is None:
-            self.longest = max(self.lengths.tolist(), default=0)
-        return self.longest
+        if self.longest is not None:
+            return self.longest
+        longest: int = max(self.lengths.tolist(), default=0)
+        self.longest = None if self.captured else longest
+        return longest
 
     def positions(self, count: int) -> Tensor:
         """Return the positions ``(B, count)`` of the next tokens."""
         return self.lengths.unsqueeze(1) + torch.arange(count, device=self.lengths.device)
 
-    def write(self, k: Tensor, v: Tensor, factors: Sequence[Tensor] = ()) -> None:
-        """Write the keys and values ``(B, count, Hkv, D)`` of the next tokens, and their factors, if they have any."""
+    def _write(self, k: Tensor, v: Tensor, factors: Sequence[Tensor], begin: int | None) -> None:
+        """Write the keys and values ``(B, count, Hkv, D)`` of the next tokens, and the factors of keys.
+
+        Args:
+            k, v: the keys and values.
+            factors: ``(B, H, count, ...)``, one tensor or none.
+            begin: number of tokens of each entry; None if entries differ, or if only the GPU knows.
+        """
+        count = k.shape[1]
+        if begin is not None:
+            self.keys.narrow(2, begin, count).copy_(k.transpose(1, 2))
+            self.values.narrow(2, begin, count).copy_(v.transpose(1, 2))
+            for x in factors:
+                self.key_factors.narrow(2, begin, count).copy_(x)
+            return
         entries = torch.arange(len(k), device=k.device).unsqueeze(1)
-        positions = self.positions(k.shape[1])
+        positions = self.positions(count)
         self.keys[entries, :, positions] = k
         self.values[entries, :, positions] = v
         for x in factors:
@@ -133,11 +150,12 @@ class Cache:
     ) -> Tensor:
         """Add the next tokens, and return their outputs ``(B, N, H, D)``.
 
-        A few tokens are decoded, from whole buffers and from lengths that the GPU reads, so that
-        all steps have the same shapes. More tokens go through the op's forward pass in one call if
-        the entries have equal lengths; the queries before them go with them, and their rows of
-        outputs are dropped. Entries of different lengths do not fit the tensors of one forward
-        pass, so they are decoded a few tokens at a time.
+        A few tokens are decoded. Steps that are traced or captured read whole buffers, and lengths
+        that the GPU reads, so that all of them have the same shapes. Other steps of entries with
+        equal lengths read slices, which takes fewer operations. More tokens go through the op's
+        forward pass in one call if the entries have equal lengths; the queries before them go with
+        them, and their rows of outputs are dropped. Entries of different lengths do not fit the
+        tensors of one forward pass, so they are decoded a few tokens at a time.
 
         Args:
             op: the op of the layer.
@@ -154,11 +172,16 @@ class Cache:
         if q.dtype != self.keys.dtype:
             rule = "must be the dtype of the queries and keys of this call"
             raise InputError(explain("cache.keys.dtype", self.keys.dtype, rule, f"new_cache(..., dtype={q.dtype})"))
+        if _is_captured(k):
+            self.captured = True
+        begin = None if self.captured or self.ragged else self.longest
         of_queries, of_keys = (_widths(op.plan.spec, token) for token in ("Nq", "Nk"))
-        self.write(k, v, _beside(factors, of_keys))
-        held = torch.cat([self.queries, q.transpose(1, 2)], 2)
+        self._write(k, v, _beside(factors, of_keys), begin)
+        held = torch.cat([self.queries, q.transpose(1, 2)], 2) if self.queries.shape[2] else q.transpose(1, 2)
         queries = held[:, :, self.spare :]
-        held_factors = torch.cat([self.query_factors, *_beside(factors, of_queries)], 2)
+        held_factors = self.query_factors
+        if of_queries:
+            held_factors = torch.cat([held_factors, *_beside(factors, of_queries)], 2)
         query_factors = held_factors[:, :, self.spare :]
 
         def factors_of(rows: slice, keys: slice) -> dict[str, Tensor]:
@@ -169,27 +192,35 @@ class Cache:
             parts: list[Any] = []
             for first in range(0, count, MAX_NEW_TOKENS):
                 end = min(first + MAX_NEW_TOKENS, count)
-                rows, lengths = slice(first, end + context), self.lengths + end
-                named = {**weights, **factors_of(rows, slice(None))}
-                parts.append(op.decode(queries[:, :, rows], self.keys, self.values, **named, cache_seqlens=lengths))
-            out: Any = torch.cat(parts, 2)
+                rows = slice(first, end + context)
+                if begin is None:
+                    used, lengths = slice(None), self.lengths + end
+                else:
+                    used, lengths = slice(begin + end), None
+                keys, values = self.keys[:, :, used], self.values[:, :, used]
+                named = {**weights, **factors_of(rows, used)}
+                parts.append(op.decode(queries[:, :, rows], keys, values, cache_seqlens=lengths, **named))
+            out: Any = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
         else:
-            earlier = min(context, self.read_longest())
-            rows, used = slice(context - earlier, None), slice(self.read_longest() + count)
+            longest = self.read_longest()
+            earlier = min(context, longest)
+            rows, used = slice(context - earlier, None), slice(longest + count)
             named = {**weights, **factors_of(rows, used)}
             out = op(queries[:, :, rows], self.keys[:, :, used], self.values[:, :, used], **named)
             out = out[:, :, earlier:]
         if of_queries:
             self.query_factors.copy_(held_factors[:, :, count:])
-        self.advance(count, held[:, :, count:])
+        self._advance(count, held[:, :, count:])
         return out.transpose(1, 2)  # type: ignore[no-any-return]
 
-    def advance(self, count: int, queries: Tensor) -> None:
+    def _advance(self, count: int, queries: Tensor) -> None:
         """Count the tokens that were written, and store the last queries ``(B, H, context + spare, D)``."""
-        self.queries.copy_(queries)
+        if self.captured:
+            self.queries.copy_(queries)
+        else:  # a view of a prompt's queries would keep all of them in memory
+            self.queries = queries if count <= MAX_NEW_TOKENS else queries.clone()
         self.lengths += count
-        captured = torch.compiler.is_compiling() or (self.lengths.is_cuda and torch.cuda.is_current_stream_capturing())
-        self.longest = None if captured or self.longest is None else self.longest + count
+        self.longest = None if self.captured or self.longest is None else self.longest + count
 
     @property
     def removable(self) -> int:
@@ -248,11 +279,11 @@ class Cache:
             rule = "must have one max_len and one spare in common"
             got = [f"max_len={max_len}, spare={spare}" for max_len, spare in sorted(sizes)]
             raise InputError(explain("caches", got, rule, "caches of layer.new_cache(batch, max_len, spare=...)"))
-        tensors = {name: torch.cat([getattr(cache, name) for cache in caches]) for name in _TENSORS}
-        longest = max(cache.read_longest() for cache in caches)
-        ragged = any(cache.ragged or cache.longest != longest for cache in caches)
+        tensors: dict[str, Any] = {name: torch.cat([getattr(cache, name) for cache in caches]) for name in _TENSORS}
+        counts = [cache.read_longest() for cache in caches]
+        ragged = any(cache.ragged or count != counts[0] for cache, count in zip(caches, counts, strict=True))
         ((_, spare),) = sizes
-        return cls(**tensors, longest=longest, ragged=ragged, spare=spare)
+        return cls(**tensors, longest=max(counts), ragged=ragged, spare=spare)
 
     def select(self, entries: Tensor) -> Cache:
         """Return a cache with copies of the entries that ``entries`` lists, in that order.
@@ -264,7 +295,12 @@ class Cache:
         """
         tensors = {name: getattr(self, name)[entries] for name in _TENSORS}
         ragged, longest = self.ragged and len(entries) > 1, None if self.ragged else self.longest
-        return replace(self, **tensors, longest=longest, ragged=ragged)
+        return replace(self, **tensors, longest=longest, ragged=ragged, captured=False)
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Return whether torch.compile traces calls, or a CUDA graph captures those on the device of ``x``."""
+    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _widths(spec: Spec, tokens: str) -> dict[str, int]:

@@ -337,13 +337,13 @@ class MultiTokenAttention(nn.Module):
             check_boundaries(("cu_seqlens", cu_seqlens), ("max_seqlen", longest), total, x.device)
         if cache is not None:
             self._check_cache(x, positions, cu_seqlens, cache)
-        rows = x if cu_seqlens is None else x.reshape(-1, self.dim)
+        (rows,) = autocast(x if cu_seqlens is None else x.reshape(-1, self.dim))  # once for all projections
         q, k, v = (project(rows).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
         if self.rope_theta is not None:
             at = self._positions(rows, cu_seqlens, cache, length) if positions is None else positions
             at = at if cu_seqlens is None else at.reshape(-1)
-            cos, sin = rotation(at, self.head_dim, self.rope_theta, self.frequency_scaling, q.dtype)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            angles = rotation(at, self.head_dim, self.rope_theta, self.frequency_scaling, q.dtype)
+            q, k = rotate(angles, q, k)
         q, k, v = autocast(q, k, v)  # modules in the place of projections may leave it to their caller
         if q.dtype not in self.op.dtypes:
             rule, legal = (

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ..ops.attention import autocast_dtype
 
 _EPSILON = 1e-5  # added to the mean square in the norm
 _FACTOR_EPSILON = 1e-6  # and in that of factors of mixings
@@ -146,8 +149,8 @@ class ScoreParameters(nn.ParameterDict):
 class HeadNorm(nn.Module):
     """The root mean square norm of each head's output, with a scale that heads share.
 
-    x * rsqrt(mean(x^2) + 1e-5) is computed in fp32 or fp64 and cast to the dtype of ``x`` before it
-    is scaled. If a depth is given, the result is also multiplied by 1 - (0.8 - 0.6 exp(-0.3 depth))
+    x * rsqrt(mean(x^2) + 1e-5) is computed in fp32 or fp64, cast to the dtype of ``x``, and scaled in
+    that dtype. If a depth is given, the result is also multiplied by 1 - (0.8 - 0.6 exp(-0.3 depth))
     (Ye et al., "Differential Transformer", arXiv 2410.05258).
     """
 
@@ -169,9 +172,10 @@ class HeadNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise over the last axis, head_dim."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPSILON)
-        scaled = normed.to(x.dtype) * local(self.weight)
+        casts = autocast_dtype(x.device.type) is not None
+        with torch.autocast(x.device.type, enabled=False) if casts else nullcontext():  # it would make the norm fp32
+            normed = F.rms_norm(x, x.shape[-1:], eps=_EPSILON)
+        scaled = normed * local(self.weight).to(x.dtype)
         return scaled if self.factor is None else scaled * self.factor
 
 

@@ -61,38 +61,52 @@ class FrequencyScaling:
 
 def rotation(
     positions: Tensor, head_dim: int, theta: float, scaling: FrequencyScaling | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of position * theta ** (-2 p / head_dim) for each pair p of a
-    vector.
+) -> Tensor:
+    """Return the angle position * theta ** (-2 p / head_dim) for each pair p of a vector.
 
     Args:
         positions: ``(..., N)``, integers.
         head_dim: elements of a vector.
         theta: the base of the frequencies.
         scaling: scaling of the frequencies, or None.
-        dtype: dtype of the vectors; angles are computed in fp32 or fp64.
+        dtype: dtype of the vectors.
 
     Returns:
-        Two tensors ``(..., N, 1, head_dim / 2)``, to be broadcast over heads.
+        Radians ``(..., N, 1, head_dim / 2)`` in fp32 or fp64, to be broadcast over heads.
     """
     dtype = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=dtype) / head_dim
-    frequencies = 1 / theta**exponents
+    frequencies = (theta**exponents).reciprocal()
     if scaling is not None:
         frequencies = scaling.scaled(frequencies)
-    angles = positions.to(dtype).unsqueeze(-1) * frequencies
-    return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
+    return positions.unsqueeze(-1).unsqueeze(-1) * frequencies
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(angles: Tensor, *vectors: Tensor) -> list[Tensor]:
     """Rotate the pairs (x[2 p], x[2 p + 1]) of vectors ``(..., N, heads, head_dim)``.
 
-    ``cos`` and ``sin`` come from :func:`rotation`. Products are computed in their dtype; the result
-    has that of ``x``.
+    Args:
+        angles: of :func:`rotation`. Products are computed in their dtype.
+        *vectors: tensors of vectors; each result has the dtype of its tensor.
     """
+    cos, sin = angles.cos(), angles.sin()
+    if torch.compiler.is_compiling():  # the compiler fuses real operations only
+        return [_rotate(x, cos, sin) for x in vectors]
+    turns = torch.complex(cos, sin)
+    return [_turn(x.to(angles.dtype).contiguous(), turns).to(x.dtype) for x in vectors]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate vectors by real operations."""
     first, second = torch.unflatten(x.to(cos.dtype), -1, (-1, 2)).unbind(-1)
     turned = torch.stack([first * cos - second * sin, first * sin + second * cos], -1)
     return turned.flatten(-2).to(x.dtype)
+
+
+def _turn(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotate vectors by one product of complex numbers, each of which is a pair."""
+    pairs = torch.view_as_complex(torch.unflatten(x, -1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2)
 
 
 def document_positions(cu_seqlens: Tensor, total: int) -> Tensor:

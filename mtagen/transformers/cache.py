@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from ..nn import MultiTokenAttention
 from ..ops.attention import AttentionOp
 from .configuration import CACHE_NAMES
 
+_Places: TypeAlias = tuple[slice, slice]  # of entries and tokens
 SPARE = 32  # tokens before the last crop that can be taken back, too
 # The argument's name under which the installed transformers passes a cache.
 CACHE_NAME = next(name for name in CACHE_NAMES if name in {field.name for field in fields(BaseModelOutputWithPast)})
@@ -86,9 +87,9 @@ class MtaCacheLayer(CacheLayerMixin):
         """
         at = positions if positions is None or padding is None else positions.expand(x.shape[:2])
 
-        def attend(entries: slice, first: int, state: LayerCache) -> Tensor:
-            positions = None if at is None else at[entries, first:]
-            out: Tensor = attention(x[entries, first:], positions=positions, cache=state)
+        def attend(places: _Places | None, state: LayerCache) -> Tensor:
+            positions = None if at is None else _at(places, at)
+            out: Tensor = attention(_at(places, x), positions=positions, cache=state)
             return out
 
         return self._add(partial(attention.new_cache, like=x), attend, x, padding)
@@ -113,8 +114,8 @@ class MtaCacheLayer(CacheLayerMixin):
             padding: as in :meth:`attend`.
         """
 
-        def attend(entries: slice, first: int, state: LayerCache) -> Tensor:
-            return state.compute(op, weights, q[entries, first:], k[entries, first:], v[entries, first:])
+        def attend(places: _Places | None, state: LayerCache) -> Tensor:
+            return state.compute(op, weights, _at(places, q), _at(places, k), _at(places, v))
 
         def new_cache(batch: int, max_len: int) -> LayerCache:
             heads = q.shape[2], k.shape[2]
@@ -125,7 +126,7 @@ class MtaCacheLayer(CacheLayerMixin):
     def _add(
         self,
         new_cache: Callable[[int, int], LayerCache],
-        attend: Callable[[slice, int, LayerCache], Tensor],
+        attend: Callable[[_Places | None, LayerCache], Tensor],
         x: Tensor,
         padding: Sequence[int] | None,
     ) -> Tensor:
@@ -133,7 +134,7 @@ class MtaCacheLayer(CacheLayerMixin):
 
         Args:
             new_cache: makes a cache of a number of entries and of tokens.
-            attend: returns the outputs of some entries from their first token on, and adds the tokens to a cache.
+            attend: returns the outputs of the tokens at some places, None for all, and adds these tokens to a cache.
             x: ``(B, N, ...)``, in the shape of the outputs.
             padding: as in :meth:`attend`.
         """
@@ -144,7 +145,7 @@ class MtaCacheLayer(CacheLayerMixin):
             self._since_crop += count
             state = state.with_spare(max(SPARE, self._since_crop))
         if padding is None:
-            out = attend(slice(None), 0, state)
+            out = attend(None, state)
         else:
             outs, states = [], []
             for entry, before in enumerate(padding):
@@ -154,7 +155,8 @@ class MtaCacheLayer(CacheLayerMixin):
                 if before == count:
                     outs.append(torch.zeros_like(x[row]))
                     continue
-                outs.append(F.pad(attend(row, before, entry_state), (0, 0) * (x.ndim - 2) + (before, 0)))
+                out = attend((row, slice(before, None)), entry_state)
+                outs.append(F.pad(out, (0, 0) * (x.ndim - 2) + (before, 0)))
             out, state = torch.cat(outs), LayerCache.cat(states)
         self._count += count
         if self.is_compileable and not compiled:
@@ -198,7 +200,7 @@ class MtaCacheLayer(CacheLayerMixin):
             held: dict[str, Any] = {name: x for name, x in vars(self.state).items() if isinstance(x, Tensor)}
             for name, x in held.items():
                 x.copy_(getattr(chosen, name))
-            chosen = replace(chosen, **held)
+            chosen = replace(chosen, **held, captured=self.state.captured)
         self.state = chosen
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -279,6 +281,11 @@ class MtaCacheLayer(CacheLayerMixin):
             InputError: always.
         """
         _refuse_update()
+
+
+def _at(places: _Places | None, x: Tensor) -> Tensor:
+    """Return the tokens of ``x``, ``(B, N, ...)``, at some places; None for all."""
+    return x if places is None else x[places]
 
 
 def _refuse_update() -> NoReturn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -189,7 +189,8 @@ class MtaConfig(PreTrainedConfig):
         for name, legal in _ELSEWHERE.items():
             if kwargs.get(name):
                 raise SpecError(explain(name, kwargs[name], "this model has no option of that name", legal))
-        _check_names(kwargs)
+        ours, theirs = (inspect.signature(kind.__init__).parameters for kind in (MtaConfig, PreTrainedConfig))
+        check_names(kwargs, ours, theirs, _SIZES)
         if head_dim is None and hidden_size % num_attention_heads:
             rule = f"is no multiple of num_attention_heads = {num_attention_heads}"
             raise SpecError(explain("hidden_size", hidden_size, rule, "a multiple, or head_dim=..."))
@@ -262,19 +263,28 @@ class MtaConfig(PreTrainedConfig):
         }
 
 
-def _check_names(others: Mapping[str, Any]) -> None:
-    """Check names that are not arguments of MtaConfig.
+def check_names(
+    others: Mapping[str, Any], ours: Iterable[str], theirs: Iterable[str], renamed: Mapping[str, str] | None = None
+) -> None:
+    """Check the options of a configuration that are none of its arguments.
 
     Most of them are options of transformers or of another version of mtagen.
 
+    Args:
+        others: the options by name.
+        ours: names of arguments.
+        theirs: further names that the configuration knows.
+        renamed: the right names of options that have other names elsewhere.
+
     Raises:
-        SpecError: one looks like a misspelling of ours, and would be kept without any effect.
+        SpecError: an option looks like a misspelling of ours, and would be kept without any effect.
     """
-    ours = inspect.signature(MtaConfig.__init__).parameters
-    theirs = inspect.signature(PreTrainedConfig.__init__).parameters
+    ours, theirs, renamed = [*ours], {*theirs}, renamed or {}
     for name, value in others.items():
-        alike = [_SIZES[name]] if name in _SIZES else difflib.get_close_matches(name, ours, 1, _LIKENESS)
-        if alike and name not in theirs and not name.endswith("_token_id"):  # of which transformers has many
+        if name in theirs or name.endswith("_token_id"):  # transformers has many of the latter
+            continue
+        alike = [renamed[name]] if name in renamed else difflib.get_close_matches(name, ours, 1, _LIKENESS)
+        if alike:
             raise SpecError(explain(name, value, "this model has no option of that name", f"{alike[0]}=..."))
 
 

@@ -7,7 +7,8 @@ registers them with the automatic classes of transformers, so that checkpoints l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +29,7 @@ from ..errors import InputError, SpecError, explain
 from ..planner import Backend
 from ..spec import KeyPadding, Mask
 from .batching import IMPLEMENTATION, check_batching
-from .configuration import checked_overrides, stored_dtype
+from .configuration import LAYER_OPTIONS, check_names, checked_overrides, stored_dtype
 from .features import OwnAttention, OwnGeneration, keep_loaded
 from .stages import NAME, ScoreStages, prepare, withhold_cache
 
@@ -53,6 +54,9 @@ FAMILIES = (
 # Options of the stages that a layer may override, by their names in MultiTokenAttention.
 STAGE_OPTIONS = ("kernel", "mixed_heads", "post_kernel", "post_mixed_heads", "key_padding", "mask")
 _OF_RUNS = ("backend", "compute_dtype")
+_OPTIONS = (*STAGE_OPTIONS, *_OF_RUNS, "layer_overrides")
+# Options of MultiTokenAttention that stages do not have. rope_theta is transformers' earlier name for rope_parameters.
+_OF_LAYERS = tuple(name for name in LAYER_OPTIONS if name not in (*STAGE_OPTIONS, "rope_theta"))
 _AUTOMATIC = (
     AutoModel,
     AutoModelForCausalLM,
@@ -80,7 +84,9 @@ class StagesConfig:
         **kwargs: options of the family.
 
     Raises:
-        SpecError: ``layer_overrides`` names an unknown layer or option.
+        SpecError: ``layer_overrides`` names an unknown layer or option; an option is one that stages of a
+            retrofit do not have, or looks like a misspelling of one that they have. Other unknown
+            names are kept, as transformers does.
     """
 
     num_hidden_layers: int
@@ -99,8 +105,9 @@ class StagesConfig:
         **kwargs: Any,
     ) -> None:
         given = {**locals()}  # only the arguments are local so far
+        _check_others(kwargs, inspect.signature(super().__init__).parameters)
         super().__init__(**kwargs)  # of the family's configuration
-        self.set_stages(**{name: given[name] for name in (*STAGE_OPTIONS, *_OF_RUNS, "layer_overrides")})
+        self.set_stages(**{name: given[name] for name in _OPTIONS})
 
     def set_stages(
         self,
@@ -124,6 +131,24 @@ class StagesConfig:
         options = {name: getattr(self, name) for name in (*STAGE_OPTIONS, *_OF_RUNS)}
         options |= self.layer_overrides.get(str(layer), {})
         return {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}  # JSON has no tuples
+
+
+def _check_others(others: Mapping[str, Any], theirs: Iterable[str]) -> None:
+    """Check the options of a configuration that are none of the stages'.
+
+    Args:
+        others: the options by name.
+        theirs: names of the family's options.
+
+    Raises:
+        SpecError: one would be kept without any effect.
+    """
+    theirs = {*theirs}
+    for name in _OF_LAYERS:
+        if others.get(name) and name not in theirs:
+            rule = "stages that are added to a model have no option of that name"
+            raise SpecError(explain(name, others[name], rule, _OPTIONS))
+    check_names(others, _OPTIONS, theirs)
 
 
 class Retrofitted(OwnAttention):

@@ -100,7 +100,7 @@ class ScoreStages(nn.Module):
         They are read by a call, as tools expect that replace, load or gather the weights of a module
         when it is called.
         """
-        return dict(self.named_parameters())
+        return {name: getattr(self, name) for name in self.op.plan.spec.weight_names}
 
     def check(self, window: int | None, cap: float | None, sink: Tensor | None) -> None:
         """Check what a model's attention passes to :func:`attend`.
@@ -108,10 +108,11 @@ class ScoreStages(nn.Module):
         Raises:
             InputError: the op was built for something else.
         """
-        got = {"sliding_window": window, "softcap": cap, "s_aux": sink is not None}
-        mine = {"sliding_window": self.window, "softcap": self.cap, "s_aux": self.op.plan.spec.sink}
+        got, mine = (window, cap, sink is not None), (self.window, self.cap, self.op.plan.spec.sink)
         if got != mine:
-            raise InputError(explain("attention", got, "the op of its stages was built for another one", mine))
+            rule = "the op of its stages was built for another one"
+            named = [dict(zip(("sliding_window", "softcap", "s_aux"), x, strict=True)) for x in (got, mine)]
+            raise InputError(explain("attention", named[0], rule, named[1]))
 
     def extra_repr(self) -> str:
         """Return the shapes of the weights and what else the op has."""

@@ -24,8 +24,8 @@ MUTANTS = (
     Mutant(
         "model-positions-of-padding",
         "mtagen/transformers/cache.py",
-        "at[entries, first:]",
-        "at[entries, : x.shape[1] - first]",
+        "positions = None if at is None else _at(places, at)",
+        "positions = None if at is None else at[:1, : _at(places, x).shape[1]] if places else at",
         "Tokens after padding are turned by the angles of padding.",
         ("tests/test_transformers.py::test_generation_with_and_without_a_cache",),
     ),

@@ -74,4 +74,12 @@ MUTANTS = (
         "A saved mixture of experts has names that loading does not know.",
         (f"{TESTS}::test_saved_and_loaded[mixtral]",),
     ),
+    Mutant(
+        "retrofit-keeps-misspelled-options",
+        FAMILIES,
+        "check_names(others, _OPTIONS, theirs)",
+        "pass",
+        "A configuration with kernal=... has the default filter.",
+        (f"{TESTS}::test_configurations_refuse_options_without_effect",),
+    ),
 )
