@@ -185,6 +185,11 @@ class ParameterSum:
     offset: Expr
     term: Expr
 
+    @property
+    def is_of_distance(self) -> bool:
+        """Whether the entry, and what a score adds, depend on places by ``POSITION - KEY`` only."""
+        return not any(map(_counts_keys, (self.offset, self.term)))
+
 
 def views_of(spec: Spec, *places: str) -> tuple[View, ...]:
     """Return the parameters that the functions of scores read at some places, in the order of the request."""
@@ -268,9 +273,7 @@ class ScoreStage:
     @cached_property
     def counts_keys(self) -> bool:
         """Whether the function depends on where keys lie in the sequence, not only on their distance from queries."""
-        shift = sympy.Dummy(integer=True)
-        moved = self.modify.subs({POSITION: POSITION + shift, KEY: KEY + shift}, simultaneous=True)
-        return bool(sympy.expand(moved - self.modify) != 0)
+        return _counts_keys(self.modify)
 
     @cached_property
     def function(self) -> ScoreFunction:
@@ -300,6 +303,13 @@ class ScoreStage:
         sums = tuple(replace(x, term=parts.split(x.term)) for x in held.sums)
         exponent = EXPONENT if keeps_unit else Integer(1)
         return ScoreFunction(parts.all, modify, modify_backward, exponent, self.views, sums)
+
+
+def _counts_keys(expr: Expr) -> bool:
+    """Return whether an expression depends on places otherwise than by ``POSITION - KEY``."""
+    shift = sympy.Dummy(integer=True)
+    moved = expr.subs({POSITION: POSITION + shift, KEY: KEY + shift}, simultaneous=True)
+    return bool(sympy.expand(moved - expr) != 0)
 
 
 class _Parts:
