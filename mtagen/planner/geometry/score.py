@@ -130,6 +130,8 @@ class ScoreFunction:
         modify: what the softmax takes for ``SCORE``.
         modify_backward: the gradient of the score from the ``GRADIENT`` of its value.
         exponent: what turns a value of ``modify`` into an exponent of 2.
+        growth: by how much this exponent grows from a key to the next, if that depends on the head only and is
+            not known to be negative; otherwise 0.
         views: what the function reads of parameters, in their order.
         sums: the gradients of what it reads.
     """
@@ -138,8 +140,19 @@ class ScoreFunction:
     modify: Expr
     modify_backward: Expr
     exponent: Expr = EXPONENT
+    growth: Expr = Integer(0)
     views: tuple[View, ...] = ()
     sums: tuple[ParameterSum, ...] = ()
+
+    @property
+    def of_score(self) -> Expr:
+        """The terms of ``modify`` that depend on the score."""
+        return Add(*(term for term in Add.make_args(self.modify) if term.has(SCORE)))
+
+    @property
+    def of_places(self) -> Expr:
+        """The other terms of ``modify``."""
+        return self.modify - self.of_score
 
     @property
     def reads_places(self) -> bool:
@@ -298,11 +311,14 @@ class ScoreStage:
         held = self.scaled(1 / (EXPONENT * sympy.log(2)))
         keeps_unit = SCORE in Add.make_args(self.modify)
         modify = held.modify if keeps_unit else Add(*(EXPONENT * term for term in Add.make_args(held.modify)))
-        parts = _Parts(frozenset({HEAD, EXPONENT, *self._addresses}), DISTANCE)
-        modify, modify_backward = map(parts.split, (modify, held.modify_backward))
-        sums = tuple(replace(x, term=parts.split(x.term)) for x in held.sums)
         exponent = EXPONENT if keeps_unit else Integer(1)
-        return ScoreFunction(parts.all, modify, modify_backward, exponent, self.views, sums)
+        growth = sympy.expand(exponent * (modify.xreplace({KEY: KEY + 1}) - modify))
+        parts = _Parts(frozenset({HEAD, EXPONENT, *self._addresses}), DISTANCE)
+        if not parts.contain(growth) or growth.is_nonpositive:
+            growth = Integer(0)
+        modify, modify_backward, growth = map(parts.split, (modify, held.modify_backward, growth))
+        sums = tuple(replace(x, term=parts.split(x.term)) for x in held.sums)
+        return ScoreFunction(parts.all, modify, modify_backward, exponent, growth, self.views, sums)
 
 
 def _counts_keys(expr: Expr) -> bool:
@@ -332,9 +348,13 @@ class _Parts:
         """The parts of all expressions that were split."""
         return tuple((symbol, expr) for expr, symbol in self._known.items())
 
+    def contain(self, expr: Expr) -> bool:
+        """Return whether an expression is a part."""
+        return bool(expr.free_symbols <= self._symbols)
+
     def split(self, expr: Expr) -> Expr:
         """Return a real number with symbols for its parts."""
-        if self._is_part(expr):
+        if self.contain(expr):
             return self._part(expr)
         if isinstance(expr, Entry):
             return expr
@@ -352,9 +372,6 @@ class _Parts:
             return language.Where(self._condition(condition), self.split(value), self.split(other))
         return expr.func(*map(self.split, expr.args)) if expr.args else expr
 
-    def _is_part(self, expr: Expr) -> bool:
-        return bool(expr.free_symbols <= self._symbols)
-
     def _part(self, expr: Expr) -> Expr:
         """Return the symbol of a part. A number or the head itself needs none."""
         if expr.is_number or expr == HEAD:
@@ -371,19 +388,19 @@ class _Parts:
 
     def _sum(self, expr: Expr) -> Expr:
         number, integer, others = language.split_sum(expr)
-        terms = [*others, number * integer] if self._is_part(integer) else others
-        whole = 0 if self._is_part(integer) else number * self._integer(integer)
-        fixed = self._part(Add(*filter(self._is_part, terms)))
-        return Add(whole, fixed, *(self.split(term) for term in terms if not self._is_part(term)))
+        terms = [*others, number * integer] if self.contain(integer) else others
+        whole = 0 if self.contain(integer) else number * self._integer(integer)
+        fixed = self._part(Add(*filter(self.contain, terms)))
+        return Add(whole, fixed, *(self.split(term) for term in terms if not self.contain(term)))
 
     def _product(self, expr: Expr) -> Expr:
         number, factors = expr.as_coeff_mul()
         contents = [factor.primitive() if factor.is_Add else (Integer(1), factor) for factor in factors]
         number = Mul(number, *(content for content, _ in contents))
-        fixed = Mul(*(factor for _, factor in contents if self._is_part(factor)))
+        fixed = Mul(*(factor for _, factor in contents if self.contain(factor)))
         if not fixed.is_number:
             number, fixed = sympy.sign(number), self._part(abs(number) * fixed)
-        return Mul(number, fixed, *(self.split(factor) for _, factor in contents if not self._is_part(factor)))
+        return Mul(number, fixed, *(self.split(factor) for _, factor in contents if not self.contain(factor)))
 
     def _condition(self, expr: Boolean) -> Boolean:
         if expr.is_Relational:

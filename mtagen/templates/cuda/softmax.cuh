@@ -50,6 +50,17 @@ struct Softmax {
     }
   }
 
+  // The same, with a shift for each of the thread's two columns and rows.
+  DEVICE void add_columns(u32 (&p)[4], bool high, const float (&c)[4], const float (&shifts)[4]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float x = exp2_fast(c[2 * r] * exponent + shifts[2 * r]);
+      const float y = exp2_fast(c[2 * r + 1] * exponent + shifts[2 * r + 1]);
+      p[2 * high + r] = pack<Element>(x, y);
+      add(r, make_float2(x, y));
+    }
+  }
+
   // Adds two probabilities of the thread's row r to the sum of the tile.
   DEVICE void add(int r, float2 p) { added[r] += p.x + p.y; }
 
@@ -71,6 +82,9 @@ struct Softmax {
     }
     return false;
   }
+
+  // Lets restart() raise the references of all rows, instead of end().
+  DEVICE void renew() { sum[0] = -fabsf(sum[0]), sum[1] = -fabsf(sum[1]); }
 
   // Computes the probabilities of a tile again, from all its convolved scores. If a row has exceeded its reference, its
   // maximum becomes the reference, and outputs that were summed before must be multiplied by `rescale`. Other rows keep
