@@ -77,7 +77,7 @@ def test_training(target: str, spec: Spec, folder: Path) -> None:
 
 def test_pairs(folder: Path) -> None:
     """Each gradient is written once, those of hidden pairs are zeros. There are fewer queries than keys."""
-    spec = Spec((1, 1), 32, window=(70, -1), **OF_PAIRS)
+    spec = Spec((3, 3), 32, window=(70, -1), **OF_PAIRS)
     op = op_of(spec, "sm_90a", folder, 1)
     assert not failures(op, spec, torch.device("cpu"), [Sizes(2, 2, 1, 133, 150)])
 

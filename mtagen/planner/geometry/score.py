@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import inf, prod
+from typing import NamedTuple
 
 import sympy
 from sympy import Add, Expr, Integer, Mul, Rational, Symbol
@@ -120,6 +121,20 @@ class FastTanh(sympy.Function):  # type: ignore[misc]
     is_real = True
 
 
+class Added(NamedTuple):
+    """What places add to the value of a score.
+
+    Attributes:
+        of_key: what depends on the key, besides the head.
+        of_position: what depends on the position.
+        of_distance: what depends on ``POSITION - KEY``.
+    """
+
+    of_key: Expr = Integer(0)
+    of_position: Expr = Integer(0)
+    of_distance: Expr = Integer(0)
+
+
 @dataclass(frozen=True)
 class ScoreFunction:
     """The function of a score and its gradient, as kernels compute them.
@@ -141,18 +156,11 @@ class ScoreFunction:
     modify_backward: Expr
     exponent: Expr = EXPONENT
     growth: Expr = Integer(0)
+    added: Added = Added()
+    rest: Expr = SCORE
+    shares: bool = False
     views: tuple[View, ...] = ()
     sums: tuple[ParameterSum, ...] = ()
-
-    @property
-    def of_score(self) -> Expr:
-        """The terms of ``modify`` that depend on the score."""
-        return Add(*(term for term in Add.make_args(self.modify) if term.has(SCORE)))
-
-    @property
-    def of_places(self) -> Expr:
-        """The other terms of ``modify``."""
-        return self.modify - self.of_score
 
     @property
     def reads_places(self) -> bool:
@@ -175,8 +183,8 @@ class ScoreFunction:
 
     def with_fast_tanh(self) -> ScoreFunction:
         """Return the function with the tanh of each score from the GPU's instruction."""
-        modify, modify_backward = (expr.replace(sympy.tanh, FastTanh) for expr in (self.modify, self.modify_backward))
-        return replace(self, modify=modify, modify_backward=modify_backward)
+        names = ("modify", "modify_backward", "rest")
+        return replace(self, **{name: getattr(self, name).replace(sympy.tanh, FastTanh) for name in names})
 
 
 @dataclass(frozen=True)
@@ -308,17 +316,53 @@ class ScoreStage:
         A sum of the score and others keeps its unit, because the softmax multiplies the sum anyway.
         Other values are in units of log2, so that one multiplication scales them.
         """
-        held = self.scaled(1 / (EXPONENT * sympy.log(2)))
-        keeps_unit = SCORE in Add.make_args(self.modify)
-        modify = held.modify if keeps_unit else Add(*(EXPONENT * term for term in Add.make_args(held.modify)))
-        exponent = EXPONENT if keeps_unit else Integer(1)
-        growth = sympy.expand(exponent * (modify.xreplace({KEY: KEY + 1}) - modify))
+        modify, exponent = self._in_any_unit
         parts = _Parts(frozenset({HEAD, EXPONENT, *self._addresses}), DISTANCE)
-        if not parts.contain(growth) or growth.is_nonpositive:
+        added = self.added
+        rest, _ = replace(self, modify=self.modify - Add(*added))._in_any_unit
+        growth = sympy.expand(exponent * (modify.xreplace({KEY: KEY + 1}) - modify))
+        if rest.has(KEY) or not parts.contain(growth) or growth.is_nonpositive:
             growth = Integer(0)
-        modify, modify_backward, growth = map(parts.split, (modify, held.modify_backward, growth))
-        sums = tuple(replace(x, term=parts.split(x.term)) for x in held.sums)
-        return ScoreFunction(parts.all, modify, modify_backward, exponent, growth, self.views, sums)
+        costly = {x for term in added for x in term.atoms(Entry, sympy.Function)}
+        shares = any(_dependence(x) != "position" for x in costly)
+        modify, modify_backward = map(parts.split, (modify, self._held.modify_backward))
+        growth, rest, *in_log2 = map(parts.split, (growth, rest, *(term / sympy.log(2) for term in added)))
+        sums = tuple(replace(x, term=parts.split(x.term)) for x in self._held.sums)
+        added = Added(*in_log2)
+        return ScoreFunction(parts.all, modify, modify_backward, exponent, growth, added, rest, shares, self.views, sums)
+
+    @property
+    def _held(self) -> ScoreStage:
+        """The stage of scores in units of log2 over ``EXPONENT``."""
+        return self.scaled(1 / (EXPONENT * sympy.log(2)))
+
+    @property
+    def _in_any_unit(self) -> tuple[Expr, Expr]:
+        """The value of a score, and what turns it into an exponent of 2."""
+        if SCORE in Add.make_args(self.modify):
+            return self._held.modify, EXPONENT
+        return Add(*(EXPONENT * term for term in Add.make_args(self._held.modify))), Integer(1)
+
+    @cached_property
+    def added(self) -> Added:
+        """The terms that depend on one of key, position and distance, besides the head."""
+        terms = Add(*(term for term in Add.make_args(self.modify) if not term.has(SCORE)))
+        number, integer, others = language.split_sum(terms)
+        added = dict.fromkeys(("key", "position", "distance", "both"), Integer(0))
+        for term in (number * integer, *others):
+            added[_dependence(term)] += term
+        return Added(added["key"], added["position"], added["distance"])
+
+
+def _dependence(expr: Expr) -> str:
+    """Return what an expression depends on besides the head: the key, the position, their distance, or both.
+
+    A number counts as one of the position.
+    """
+    places = expr.free_symbols & {POSITION, KEY}
+    if len(places) < 2:
+        return "key" if KEY in places else "position"
+    return "both" if _counts_keys(expr) else "distance"
 
 
 def _counts_keys(expr: Expr) -> bool:

@@ -32,7 +32,7 @@ from functools import cached_property
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..cuda.memory import PANEL
-from ..cuda.score import parameters, tile_sums, why_not_summed
+from ..cuda.score import parameters, score_function, tile_sums, why_not_summed
 from ..cuda.toeplitz import SCORE_EXPONENT, Toeplitz
 from ..cuda.weight import WeightGradient
 from ..cuda.wgmma import Wgmma
@@ -203,6 +203,11 @@ class TileBackward(TilePass):
         }
         zeroed = self.spec.packed or of.kind in ("pair", "table")  # some CTAs have no tile, some pairs no CTA
         return Buffer(of.name, "fp32", (self.layout.batch * HEADS, *shape[of.kind]), zeroed=zeroed)
+
+    @property
+    def shares_places(self) -> bool:  # type: ignore[override]
+        """Whether warps compute what places add to scores once, and share it."""
+        return self.hopper and score_function(self.spec).shares
 
     @property
     def score_exponent(self) -> int:

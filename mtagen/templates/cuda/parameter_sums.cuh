@@ -18,7 +18,8 @@ struct HeadTerms {
   float* to;
   float sum = 0.f;
 
-  DEVICE HeadTerms(float* sums, long long head, const Cta& cta, const Parameters&) : to(sums + warp_of_head(head, cta)) {}
+  DEVICE HeadTerms(float* sums, long long head, const Cta& cta, const Parameters&)
+      : to(sums + warp_of_head(head, cta)) {}
 
   template <class Term>
   DEVICE void add(Term term) {
@@ -134,8 +135,8 @@ struct TableTerms {
   DEVICE TableTerms(float* sums, long long head, const Cta& cta, const Parameters&)
       : to(sums + warp_of_head(head, cta) * ENTRIES) {}
 
-  // `gradients` is the address of the row tile's first gradient in the slab, `distance` its distance. entry_of(distance)
-  // is an entry, and term_of(gradient, distance) what scores of one distance add to it.
+  // `gradients` is the address of the row tile's first gradient in the slab, `distance` its distance.
+  // entry_of(distance) is an entry, and term_of(gradient, distance) what scores of one distance add to it.
   template <class Term, class EntryOf, class TermOf>
   DEVICE void add(Term term, EntryOf entry_of, TermOf term_of, u32 gradients, int distance) {
     // Of row pairs r, the lane reads column pairs r + pair, so that it has diagonal -2 pair and those beside it. The

@@ -50,17 +50,6 @@ struct Softmax {
     }
   }
 
-  // The same, with a shift for each of the thread's two columns and rows.
-  DEVICE void add_columns(u32 (&p)[4], bool high, const float (&c)[4], const float (&shifts)[4]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float x = exp2_fast(c[2 * r] * exponent + shifts[2 * r]);
-      const float y = exp2_fast(c[2 * r + 1] * exponent + shifts[2 * r + 1]);
-      p[2 * high + r] = pack<Element>(x, y);
-      add(r, make_float2(x, y));
-    }
-  }
-
   // Adds two probabilities of the thread's row r to the sum of the tile.
   DEVICE void add(int r, float2 p) { added[r] += p.x + p.y; }
 
@@ -82,9 +71,6 @@ struct Softmax {
     }
     return false;
   }
-
-  // Lets restart() raise the references of all rows, instead of end().
-  DEVICE void renew() { sum[0] = -fabsf(sum[0]), sum[1] = -fabsf(sum[1]); }
 
   // Computes the probabilities of a tile again, from all its convolved scores. If a row has exceeded its reference, its
   // maximum becomes the reference, and outputs that were summed before must be multiplied by `rescale`. Other rows keep
@@ -120,3 +106,23 @@ struct Softmax {
     return x + __shfl_xor_sync(~0u, x, 2);
   }
 };
+
+// Softmax::add_columns() with a shift for each of the thread's columns and rows.
+template <class Element>
+DEVICE void add_shifted_columns(Softmax<Element>& softmax, u32 (&p)[4], bool high, const float (&c)[4],
+                                const float (&shifts)[4]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float x = exp2_fast(c[2 * r] * softmax.exponent + shifts[2 * r]);
+    const float y = exp2_fast(c[2 * r + 1] * softmax.exponent + shifts[2 * r + 1]);
+    p[2 * high + r] = pack<Element>(x, y);
+    softmax.add(r, make_float2(x, y));
+  }
+}
+
+// Ends a tile like Softmax::end() if all its rows exceeded their references, so that restart() gives them new ones.
+template <class Element>
+DEVICE void renew_references(Softmax<Element>& softmax) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) softmax.sum[r] = -fabsf(softmax.sum[r]);
+}
