@@ -130,9 +130,13 @@ class Added(NamedTuple):
         of_distance: what depends on ``POSITION - KEY``.
     """
 
-    of_key: Expr = Integer(0)
-    of_position: Expr = Integer(0)
-    of_distance: Expr = Integer(0)
+    of_key: Expr
+    of_position: Expr
+    of_distance: Expr
+
+
+_NOTHING = Integer(0)
+_NOTHING_ADDED = Added(_NOTHING, _NOTHING, _NOTHING)
 
 
 @dataclass(frozen=True)
@@ -155,8 +159,8 @@ class ScoreFunction:
     modify: Expr
     modify_backward: Expr
     exponent: Expr = EXPONENT
-    growth: Expr = Integer(0)
-    added: Added = Added()
+    growth: Expr = _NOTHING
+    added: Added = _NOTHING_ADDED
     rest: Expr = SCORE
     shares: bool = False
     views: tuple[View, ...] = ()
@@ -329,7 +333,9 @@ class ScoreStage:
         growth, rest, *in_log2 = map(parts.split, (growth, rest, *(term / sympy.log(2) for term in added)))
         sums = tuple(replace(x, term=parts.split(x.term)) for x in self._held.sums)
         added = Added(*in_log2)
-        return ScoreFunction(parts.all, modify, modify_backward, exponent, growth, added, rest, shares, self.views, sums)
+        return ScoreFunction(
+            parts.all, modify, modify_backward, exponent, growth, added, rest, shares, self.views, sums
+        )
 
     @property
     def _held(self) -> ScoreStage:

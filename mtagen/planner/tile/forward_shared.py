@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..cuda.score import score_function
 from ..cuda.memory import PANEL, SharedMap, lay_out
+from ..cuda.score import score_function
 from .dropout_bits import DropoutBits
 from .forward_geometry import ForwardGeometry
 from .forward_slab import ForwardSlab

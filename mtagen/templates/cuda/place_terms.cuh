@@ -46,20 +46,30 @@ struct PlaceTerms {
     __syncwarp();
   }
 
-  // What is added in the n-th 8 columns: two of each row.
-  DEVICE void load(float (&x)[4], int n) const {
-    u32 of_keys[2] = {};
-    if (ScoreFunction::ADDS_OF_KEY) load_shared(of_keys, keys + 4 * CHUNK * n);
-    float low = common, middle = common, high = common;
-    if (ScoreFunction::ADDS_OF_DISTANCE && !uniform) {
-      const u32 from = diagonals - 4 * CHUNK * n;
-      u32 pair[2];
-      load_shared(pair, from);
-      low = __uint_as_float(pair[0]), middle = __uint_as_float(pair[1]), high = __uint_as_float(load_shared(from + 8));
+  // The thread's `levels` of its rows plus what keys and distances add in the n-th 8 columns, two of each row.
+  DEVICE void add(float (&x)[4], int n, const float (&levels)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = levels[i >> 1];
+    if (ScoreFunction::ADDS_OF_KEY) {
+      const float2 pair = load_floats(keys + 4 * CHUNK * n);
+      x[0] += pair.x, x[1] += pair.y;
+      x[2] += pair.x, x[3] += pair.y;
     }
-    x[0] = rows[0] + middle + __uint_as_float(of_keys[0]);
-    x[1] = rows[0] + low + __uint_as_float(of_keys[1]);
-    x[2] = rows[1] + high + __uint_as_float(of_keys[0]);
-    x[3] = rows[1] + middle + __uint_as_float(of_keys[1]);
+    if (ScoreFunction::ADDS_OF_DISTANCE) {
+      float2 below = make_float2(common, common);
+      float above = common;
+      if (!uniform) {
+        const u32 from = diagonals - 4 * CHUNK * n;
+        below = load_floats(from), above = __uint_as_float(load_shared(from + 8));
+      }
+      x[0] += below.y, x[1] += below.x;
+      x[2] += above, x[3] += below.y;
+    }
+  }
+
+  static DEVICE float2 load_floats(u32 from) {
+    u32 x[2];
+    load_shared(x, from);
+    return make_float2(__uint_as_float(x[0]), __uint_as_float(x[1]));
   }
 };
