@@ -34,8 +34,6 @@ TRAINED = [
     ("sm_90a", Spec((6, 11), 64, sink=True, **problems.READ)),
     ("sm_80", Spec((3, 3), 32, dtype="fp16", window=(40, 5), causal=False, **problems.READ)),
 ]
-# Tables whose entries are not in the order of distances; an entry for each distance, which is multiplied by it.
-BY_DISTANCE = "s + t[h, min(40, abs(i - j))] + u[h, max(0, min(300, i - j + 100))] * (i - j) / 100"
 OF_PAIRS = {"logits": "s / 2 + bias[h, i, j] * (i - j) / 8", "parameters": {"bias": "h,i,j"}}
 OF_DOCUMENTS = {**problems.READ, "sink": True, "packed": True}
 UNFUSED = [
@@ -84,7 +82,7 @@ def test_pairs(folder: Path) -> None:
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
 def test_tables(target: str, folder: Path) -> None:
-    spec = Spec((3, 3), 32, causal=False, logits=BY_DISTANCE, parameters={"t": "h,41", "u": "h,301"})
+    spec = Spec((3, 3), 32, causal=False, **problems.BY_DISTANCE)
     op = op_of(spec, target, folder, 0)
     assert not failures(op, spec, torch.device("cpu"), [Sizes(1, 2, 1, 150, 190)])
 

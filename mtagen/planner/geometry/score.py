@@ -355,7 +355,8 @@ class ScoreStage:
         terms = Add(*(term for term in Add.make_args(self.modify) if not term.has(SCORE)))
         number, integer, others = language.split_sum(terms)
         added = dict.fromkeys(("key", "position", "distance", "both"), Integer(0))
-        for term in (number * integer, *others):
+        integers = Add.make_args(integer) if _dependence(integer) == "both" else (integer,)
+        for term in (*(number * x for x in integers), *others):
             added[_dependence(term)] += term
         return Added(added["key"], added["position"], added["distance"])
 
