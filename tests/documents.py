@@ -91,8 +91,14 @@ def with_rest(host: Mapping[str, Callable[..., Any]], n_q: int = 150, n_k: int =
     def more(x: Tensor, rows: int) -> Tensor:
         return torch.cat([x, x.new_full((rows, *x.shape[1:]), torch.nan)])
 
+    def more_tokens(x: Any, tokens: int) -> Any:
+        """The same of an argument's last axis, if it is a parameter of tokens."""
+        is_parameter = isinstance(x, Tensor) and x.shape[-1] == tokens
+        return more(x.movedim(-1, 0), n_k).movedim(0, -1).contiguous() if is_parameter else x
+
     def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        out, lse = host["forward"](more(q, n_q), more(k, n_k), more(v, n_k), *rest)
+        given = [more_tokens(x, len(k)) for x in rest]
+        out, lse = host["forward"](more(q, n_q), more(k, n_k), more(v, n_k), *given)
         assert not out[len(q) :].count_nonzero()
         assert (lse[:, len(q) :] == -torch.inf).all()
         return out[: len(q)], lse[:, : len(q)]
@@ -103,10 +109,15 @@ def with_rest(host: Mapping[str, Callable[..., Any]], n_q: int = 150, n_k: int =
         out = torch.cat([out, out.new_zeros(n_q, *out.shape[1:])])
         lse = torch.cat([lse, lse.new_full((len(lse), n_q), -torch.inf)], 1)
         grads = more(grad, n_q), more(grad_lse.T, n_q).T.contiguous()
-        tensors = (more(q, n_q), more(k, n_k), more(v, n_k), *weights, out, lse)
-        dq, dk, dv, *dweights = host["backward"](*grads, *tensors, *rest[at:], **options)
+        given = [more_tokens(x, len(k)) for x in weights]
+        tensors = (more(q, n_q), more(k, n_k), more(v, n_k), *given, out, lse)
+        dq, dk, dv, *dgiven = host["backward"](*grads, *tensors, *rest[at:], **options)
         for dx, x in ((dq, q), (dk, k), (dv, v)):
             assert not dx[len(x) :].count_nonzero()
+        dweights = []
+        for dx, x in zip(dgiven, weights, strict=True):
+            dweights.append(dx[..., : x.shape[-1]])
+            assert not dx[..., x.shape[-1] :].count_nonzero()
         return dq[: len(q)], dk[: len(k)], dv[: len(k)], *dweights
 
     return {"forward": forward, "backward": backward}

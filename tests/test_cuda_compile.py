@@ -22,6 +22,7 @@ from mtagen.spec import Spec
 # Bytes of stack that a thread may use, for what its main loop touches seldom and for some B operands of large kernels.
 STACK = {"forward": 128, "backward": 160, "decode": 0}
 STACK_AT_EDGES = 64  # and what the tiles near the diagonal touch besides, where columns are cut from fragments
+STACK_OF_PARAMETERS = 64  # and what sums of gradients of parameters take
 # Bytes that every kernel has as static shared memory.
 SYSTEM_SHARED = {"sm_80": 0, "sm_86": 0, "sm_89": 0, "sm_90a": 1024, "sm_120": 1024}
 
@@ -98,6 +99,18 @@ def test_compiles(pass_name: str, target: str, spec: Spec, log: Callable[[], str
         printed = dict(re.findall(r"constexpr int SHARED_(\w+) = (\d+);", source))
         assert printed == {region.name: str(region.offset) for region in plan.shared.regions}
         check_forward(plan, usage[plan.name])
+
+
+@pytest.mark.parametrize("pass_name", PASSES[:2])
+def test_parameters_compile(pass_name: str, log: Callable[[], str]) -> None:
+    """Kernels with a table, a vector of keys and their gradients spill a few registers more."""
+    logits = "s + table[h, max(0, min(64, i - j))] - gates[b, h, j]"
+    spec = Spec((6, 11), 128, logits=logits, parameters={"table": "h,65", "gates": "b,h,j"})
+    plan = cheapest(pass_name, spec, TARGETS["sm_90a"])
+    usage = usage_of_cubins(compile_cubin(render(plan), "sm_90a", plan.name))
+    assert not log()
+    for kernel in plan.kernels:
+        check_resources(kernel, "sm_90a", usage[kernel.name], STACK[pass_name] + STACK_OF_PARAMETERS)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])

@@ -49,6 +49,7 @@ DATA: dict[str, dict[str, Any]] = {
     "parameters, sinks": {**problems.READ, "sink": True},
     "packed, a window, parameters, sinks": {**problems.READ, "sink": True, "packed": True, "window": (70, 0)},
     "parameters of heads, sinks": {**problems.OF_HEADS, "sink": True},
+    "tables of distances": {**problems.BY_DISTANCE, "causal": False},
     "a mask in tables": {**problems.PREFIX, "dropout": True},
     "sinks and a window": problems.SINKS_AND_WINDOW,
     "packed, sinks and a window": {**problems.SINKS_AND_WINDOW, "packed": True},

@@ -31,8 +31,17 @@ TRAINED = [
     ("sm_90a", Spec((3, 3), 32, dtype="fp16", causal=False, sink=True)),
     ("sm_80", Spec((1, 1), 32, dtype="fp16", sink=True, **problems.OF_HEADS)),
     ("sm_80", Spec((3, 3), 32, mask="output", **problems.OF_HEADS)),
+    ("sm_90a", Spec((6, 11), 64, sink=True, **problems.READ)),
+    ("sm_80", Spec((3, 3), 32, dtype="fp16", window=(40, 5), causal=False, **problems.READ)),
 ]
-OF_DOCUMENTS = {"logits": "s - slopes[h] * (i - j) / 16", "parameters": {"slopes": "h"}, "sink": True, "packed": True}
+OF_PAIRS = {"logits": "s / 2 + bias[h, i, j] * (i - j) / 8", "parameters": {"bias": "h,i,j"}}
+OF_DOCUMENTS = {**problems.READ, "sink": True, "packed": True}
+UNFUSED = [
+    ("s * t[h]", {"t": "h"}, "depends on scores"),
+    ("tanh(s) + t[h]", {"t": "h"}, "depends on scores"),
+    ("s + t[h, i] * (i - j)", {"t": "h,i"}, "t has an entry for each query"),
+    ("s + t[h, min(4, j)]", {"t": "h,5"}, "the entry of t depends on more than i - j"),
+]
 
 
 def host_of(spec: Spec, target: str, folder: Path, name: str, splits: int | None = None) -> Any:
@@ -64,8 +73,22 @@ def test_training(target: str, spec: Spec, folder: Path) -> None:
     assert not problems.failures_through_lse(op, spec, problems.random(spec, SIZES[0]))
 
 
+def test_pairs(folder: Path) -> None:
+    """Each gradient is written once, those of hidden pairs are zeros. There are fewer queries than keys."""
+    spec = Spec((3, 3), 32, window=(70, -1), **OF_PAIRS)
+    op = op_of(spec, "sm_90a", folder, 1)
+    assert not failures(op, spec, torch.device("cpu"), [Sizes(2, 2, 1, 133, 150)])
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+def test_tables(target: str, folder: Path) -> None:
+    spec = Spec((3, 3), 32, causal=False, **problems.BY_DISTANCE)
+    op = op_of(spec, target, folder, 0)
+    assert not failures(op, spec, torch.device("cpu"), [Sizes(1, 2, 1, 150, 190)])
+
+
 def test_dropout(folder: Path) -> None:
-    spec = Spec((3, 3), 32, dtype="fp16", sink=True, dropout=True, **problems.OF_HEADS)
+    spec = Spec((3, 3), 32, dtype="fp16", sink=True, dropout=True, **problems.READ)
     op = op_of(spec, "sm_80", folder, 0)
     assert not problems.failures_through_lse(op, spec, problems.random(spec, SIZES[0]), 0.3)
 
@@ -89,6 +112,6 @@ def test_parameters_of_tokens_of_documents(target: str, folder: Path) -> None:
 
 
 def test_gradients_that_are_not_fused() -> None:
-    for logits, parameters in (("s * t[h]", {"t": "h"}), ("s + t[h, j]", {"t": "h,j"}), ("tanh(s) + t[h]", {"t": "h"})):
-        with pytest.raises(PlanError, match="parameters: got"):
+    for logits, parameters, reason in UNFUSED:
+        with pytest.raises(PlanError, match=reason):
             plan(Spec((3, 3), 32, logits=logits, parameters=parameters), "sm_90a", "cuda")

@@ -436,6 +436,8 @@ def test_parts_of_the_head(text: str) -> None:
         values[symbol] = evaluate(part, values)
     value = evaluate(function.modify * function.exponent, values) * math.log(2)
     torch.testing.assert_close(value.expand(200), expected_of(read("text", text)), rtol=1e-9, atol=1e-9)
+    split = evaluate(function.rest * function.exponent + sympy.Add(*function.added), values) * math.log(2)
+    torch.testing.assert_close(split.expand(200), value.expand(200), rtol=1e-9, atol=1e-9)
     gradient = evaluate(function.modify_backward, values).expand(200)
     expected = 3 * expected_of(sympy.diff(read("text", text), SCORE))
     torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-9)
@@ -449,6 +451,25 @@ def test_no_part_stays_in_a_function() -> None:
     function = score_function(mtagen.Spec(None, 16, logits=softcap(50)))
     assert (function.modify, function.exponent) == (50 / sympy.log(2) * stage.FastTanh(first * score), 1)
     assert function.parts == ((first, stage.EXPONENT * sympy.log(2) / 50),)
+
+
+def test_what_places_add() -> None:
+    """It is split by what it depends on. Only what is costly or read from memory is shared."""
+    log2e, places = 1 / sympy.log(2), {stage.POSITION, stage.KEY, stage.DISTANCE}
+    names = {"gates": "b,h,j", "table": "h,9", "pairs": "h,i,j"}
+    logits = "50 * tanh(s / 50) + (i - j) / 4 + gates[b, h, i] - gates[b, h, j] + table[h, max(0, min(8, i - j))]"
+    function = score_function(mtagen.Spec(None, 16, logits=f"{logits} + pairs[h, i, j]", parameters=names))
+    assert function.shares
+    assert not function.growth
+    of_key, of_position, of_distance = function.added
+    assert of_key.free_symbols & places == {stage.KEY}
+    assert of_position.free_symbols & places == {stage.POSITION}
+    assert of_distance.has(stage.DISTANCE)
+    assert {str(entry.args[0]) for entry in function.rest.atoms(stage.Entry)} == {"pairs_view"}
+    for text, growth in (("s - (i - j) / 4", log2e / 4), ("s / 2 + 3 * j - i**2", 3 * log2e), ("s + i - j", 0)):
+        function = score_function(mtagen.Spec(None, 16, logits=text))
+        assert (function.shares, function.growth) == (False, growth)
+    assert not score_function(mtagen.Spec(None, 16, logits="s * (1 + j)")).growth
 
 
 def test_tanh_is_fast_in_bf16_only() -> None:

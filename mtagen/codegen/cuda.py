@@ -22,7 +22,7 @@ from ..planner.strip.kernels import PROGRAMS
 from ..planner.strip.stages import PROBABILITY_SCALE, SCORE_SCALE
 from ..version import __version__
 from .cuda_masks import cuda_masks_of, hidden, visible
-from .expressions import c_expression, c_view
+from .expressions import c_expression, c_place, c_view
 from .host import allocate, codes, launch, options, together
 from .library import linked_cuda
 from .parameters import TileSums, learned, tables
@@ -68,7 +68,7 @@ def render_host(plan: Plan) -> str:
     context = {"name": host_name(plan), "spec": plan.spec, "options": options(plan.spec), "target": plan.target}
     context |= {
         "score": score_function(plan.spec),
-        "sums": TileSums(ScoreStage.of(plan.spec).sums, plan.spec.packed, "n_k"),
+        "sums": TileSums(ScoreStage.of(plan.spec).sums, plan.spec.packed, "total_k" if plan.spec.packed else "n_k"),
         "log2e": math.log2(math.e),
         "tables": partial(tables, plan.spec),
         "learned": "".join(f", {name}" for name in learned(plan.spec)),
@@ -82,7 +82,13 @@ def render_host(plan: Plan) -> str:
 def _environment() -> jinja2.Environment:
     templates = environment("cuda")
     templates.filters |= {"parameters": _parameters, "names": _names_of, "table": _table}
-    templates.filters |= {"host": python_code, "c": c_code, "expression": c_expression, "codes": codes}
+    templates.filters |= {
+        "host": python_code,
+        "c": c_code,
+        "expression": c_expression,
+        "place": c_place,
+        "codes": codes,
+    }
     templates.globals |= {"allocate": allocate, "launch": launch, "together": together} | {
         "asm_operands": _asm_operands,
         "asm_outputs": _asm_outputs,

@@ -29,6 +29,11 @@ def c_expression(expr: Expr) -> str:
     return _CPrinter().real(expr)
 
 
+def c_place(expr: Expr) -> str:
+    """Print an integer of places as C++."""
+    return _CPrinter().integer(expr)
+
+
 def triton_expression(expr: Expr) -> str:
     """Print a score expression, or the derivative of one, as Triton.
 

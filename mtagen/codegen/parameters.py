@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..planner.cuda.score import row_factor
 from ..planner.geometry.score import ParameterSum, ScoreStage, View, views_of
 from ..spec import Spec
 
@@ -124,7 +125,13 @@ class LiftSums(Sums):
 
 
 class TileSums(Sums):
-    """Sums of "tile", whose warps each have a part of a head's."""
+    """Sums of "tile", whose warps each have a part of a head's or of a key's."""
+
+    def memory(self, of: ParameterSum) -> str:
+        if of.kind != "row":
+            return of.name
+        factor = row_factor(of)
+        return "of_positions" if factor == 1 else f"{float(factor)!r} * of_positions"
 
     def of_parts(self, of: ParameterSum) -> str:
         return f"{of.name}.sum(1)"

@@ -248,6 +248,28 @@ inline bool __any_sync(u32, bool x) {
   });
   return x;
 }
+inline int __popc(u32 x) { return __builtin_popcount(x); }
+inline int __ffs(u32 x) { return __builtin_ffs(static_cast<int>(x)); }
+inline u32 __ballot_sync(u32, bool x) {
+  u32 mine = x;
+  emulator::together("__ballot_sync", mine, [](auto all) {
+    u32 ballot = 0;
+    for (int i = 0; i < 32; ++i) ballot |= *all[i] << i;
+    for (int i = 0; i < 32; ++i) *all[i] = ballot;
+  });
+  return mine;
+}
+inline u32 __match_any_sync(u32, int x) {
+  struct {
+    int x;
+    u32 peers;
+  } mine{x, 0};
+  emulator::together("__match_any_sync", mine, [](auto all) {
+    for (int i = 0; i < 32; ++i)
+      for (int l = 0; l < 32; ++l) all[i]->peers |= u32{all[l]->x == all[i]->x} << l;
+  });
+  return mine.peers;
+}
 
 inline int __reduce_min_sync(u32, int x) {
   emulator::together("__reduce_min_sync", x, [](auto all) {

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sympy import Expr
+
 from ...spec import Spec
-from ..geometry.score import ScoreFunction, ScoreStage
+from ..geometry.score import GRADIENT, ParameterSum, ScoreFunction, ScoreStage
 from ..kernel import Argument, reads
 
 
@@ -16,24 +18,53 @@ def score_function(spec: Spec) -> ScoreFunction:
     value, the instruction errs by 2^-11. fp16 is more accurate than the instruction.
     """
     stage = ScoreStage.of(spec)
-    if sums_are_fused(spec):
-        stage = replace(stage, sums=stage.sums_from_scores)
+    if not why_not_summed(spec):
+        stage = replace(stage, sums=tile_sums(stage))
     function = stage.function_of_any_unit
     return function.with_fast_tanh() if spec.dtype == "bf16" else function
 
 
-def sums_are_fused(spec: Spec) -> bool:
-    """Return whether the fused backward pass sums the gradients of all parameters.
+def tile_sums(stage: ScoreStage) -> tuple[ParameterSum, ...]:
+    """Return the gradients of parameters that the main kernel of the fused backward pass sums, from the gradients of
+    scores.
 
-    Its registers hold the gradients of scores, but no longer the scores. A CTA can add up a head's
-    gradients of its keys. It has one sequence only.
+    Sums of rows need no scores, see :func:`row_factor`.
+
+    Raises:
+        ValueError: one needs scores.
+    """
+    return replace(stage, sums=tuple(x for x in stage.sums if x.kind != "row")).sums_from_scores
+
+
+def row_factor(of: ParameterSum) -> Expr:
+    """Return by what a sum of rows multiplies the gradients of its rows' logits.
+
+    The sum of the gradients of a row's logits follows from the row's statistics: a number that is
+    added to all of them changes only the log-sum-exp, and the probability of a sink.
+    """
+    return of.term / GRADIENT
+
+
+def why_not_summed(spec: Spec) -> str:
+    """Return the reason why the fused backward pass cannot sum the gradients of all parameters; empty if it can.
+
+    Its registers hold the gradients of scores, but no longer the scores. A CTA has all scores of its
+    keys, and parts of rows. It adds up scores of equal distance, which lie on diagonals of its tiles.
     """
     stage = ScoreStage.of(spec)
+    for of in stage.sums:
+        name = of.view.parameter.name
+        if of.kind == "row" and not row_factor(of).is_number:
+            return f"{name} has an entry for each query, which is not only added to logits"
+        if of.kind == "table" and not of.is_of_distance:
+            return f"the entry of {name} depends on more than i - j"
+        if of.view.token_axes and of.view.table > 1:
+            return f"{name} has a table for each token"
     try:
-        sums = stage.sums_from_scores
+        tile_sums(stage)
     except ValueError:
-        return False
-    return all(x.kind == "head" and not (spec.packed and x.view.has_entries) for x in sums)
+        return "a gradient depends on scores, which registers no longer hold"
+    return ""
 
 
 def parameters(spec: Spec, *, restrict: bool = True) -> tuple[Argument, ...]:

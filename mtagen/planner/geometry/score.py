@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import inf, prod
+from typing import NamedTuple
 
 import sympy
 from sympy import Add, Expr, Integer, Mul, Rational, Symbol
@@ -120,6 +121,24 @@ class FastTanh(sympy.Function):  # type: ignore[misc]
     is_real = True
 
 
+class Added(NamedTuple):
+    """What places add to the value of a score.
+
+    Attributes:
+        of_key: what depends on the key, besides the head.
+        of_position: what depends on the position.
+        of_distance: what depends on ``POSITION - KEY``.
+    """
+
+    of_key: Expr
+    of_position: Expr
+    of_distance: Expr
+
+
+_NOTHING = Integer(0)
+_NOTHING_ADDED = Added(_NOTHING, _NOTHING, _NOTHING)
+
+
 @dataclass(frozen=True)
 class ScoreFunction:
     """The function of a score and its gradient, as kernels compute them.
@@ -130,6 +149,8 @@ class ScoreFunction:
         modify: what the softmax takes for ``SCORE``.
         modify_backward: the gradient of the score from the ``GRADIENT`` of its value.
         exponent: what turns a value of ``modify`` into an exponent of 2.
+        growth: by how much this exponent grows from a key to the next, if that depends on the head only and is
+            not known to be negative; otherwise 0.
         views: what the function reads of parameters, in their order.
         sums: the gradients of what it reads.
     """
@@ -138,6 +159,10 @@ class ScoreFunction:
     modify: Expr
     modify_backward: Expr
     exponent: Expr = EXPONENT
+    growth: Expr = _NOTHING
+    added: Added = _NOTHING_ADDED
+    rest: Expr = SCORE
+    shares: bool = False
     views: tuple[View, ...] = ()
     sums: tuple[ParameterSum, ...] = ()
 
@@ -162,8 +187,8 @@ class ScoreFunction:
 
     def with_fast_tanh(self) -> ScoreFunction:
         """Return the function with the tanh of each score from the GPU's instruction."""
-        modify, modify_backward = (expr.replace(sympy.tanh, FastTanh) for expr in (self.modify, self.modify_backward))
-        return replace(self, modify=modify, modify_backward=modify_backward)
+        names = ("modify", "modify_backward", "rest")
+        return replace(self, **{name: getattr(self, name).replace(sympy.tanh, FastTanh) for name in names})
 
 
 @dataclass(frozen=True)
@@ -184,6 +209,11 @@ class ParameterSum:
     kind: str
     offset: Expr
     term: Expr
+
+    @property
+    def is_of_distance(self) -> bool:
+        """Whether the entry, and what a score adds, depend on places by ``POSITION - KEY`` only."""
+        return not any(map(_counts_keys, (self.offset, self.term)))
 
 
 def views_of(spec: Spec, *places: str) -> tuple[View, ...]:
@@ -268,9 +298,7 @@ class ScoreStage:
     @cached_property
     def counts_keys(self) -> bool:
         """Whether the function depends on where keys lie in the sequence, not only on their distance from queries."""
-        shift = sympy.Dummy(integer=True)
-        moved = self.modify.subs({POSITION: POSITION + shift, KEY: KEY + shift}, simultaneous=True)
-        return bool(sympy.expand(moved - self.modify) != 0)
+        return _counts_keys(self.modify)
 
     @cached_property
     def function(self) -> ScoreFunction:
@@ -292,14 +320,63 @@ class ScoreStage:
         A sum of the score and others keeps its unit, because the softmax multiplies the sum anyway.
         Other values are in units of log2, so that one multiplication scales them.
         """
-        held = self.scaled(1 / (EXPONENT * sympy.log(2)))
-        keeps_unit = SCORE in Add.make_args(self.modify)
-        modify = held.modify if keeps_unit else Add(*(EXPONENT * term for term in Add.make_args(held.modify)))
+        modify, exponent = self._in_any_unit
         parts = _Parts(frozenset({HEAD, EXPONENT, *self._addresses}), DISTANCE)
-        modify, modify_backward = map(parts.split, (modify, held.modify_backward))
-        sums = tuple(replace(x, term=parts.split(x.term)) for x in held.sums)
-        exponent = EXPONENT if keeps_unit else Integer(1)
-        return ScoreFunction(parts.all, modify, modify_backward, exponent, self.views, sums)
+        added = self.added
+        rest, _ = replace(self, modify=self.modify - Add(*added))._in_any_unit
+        growth = sympy.expand(exponent * (modify.xreplace({KEY: KEY + 1}) - modify))
+        if rest.has(KEY) or not parts.contain(growth) or growth.is_nonpositive:
+            growth = Integer(0)
+        costly = {x for term in added for x in term.atoms(Entry, sympy.Function)}
+        shares = any(_dependence(x) != "position" for x in costly)
+        modify, modify_backward = map(parts.split, (modify, self._held.modify_backward))
+        growth, rest, *in_log2 = map(parts.split, (growth, rest, *(term / sympy.log(2) for term in added)))
+        sums = tuple(replace(x, term=parts.split(x.term)) for x in self._held.sums)
+        added = Added(*in_log2)
+        return ScoreFunction(
+            parts.all, modify, modify_backward, exponent, growth, added, rest, shares, self.views, sums
+        )
+
+    @property
+    def _held(self) -> ScoreStage:
+        """The stage of scores in units of log2 over ``EXPONENT``."""
+        return self.scaled(1 / (EXPONENT * sympy.log(2)))
+
+    @property
+    def _in_any_unit(self) -> tuple[Expr, Expr]:
+        """The value of a score, and what turns it into an exponent of 2."""
+        if SCORE in Add.make_args(self.modify):
+            return self._held.modify, EXPONENT
+        return Add(*(EXPONENT * term for term in Add.make_args(self._held.modify))), Integer(1)
+
+    @cached_property
+    def added(self) -> Added:
+        """The terms that depend on one of key, position and distance, besides the head."""
+        terms = Add(*(term for term in Add.make_args(self.modify) if not term.has(SCORE)))
+        number, integer, others = language.split_sum(terms)
+        added = dict.fromkeys(("key", "position", "distance", "both"), Integer(0))
+        integers = Add.make_args(integer) if _dependence(integer) == "both" else (integer,)
+        for term in (*(number * x for x in integers), *others):
+            added[_dependence(term)] += term
+        return Added(added["key"], added["position"], added["distance"])
+
+
+def _dependence(expr: Expr) -> str:
+    """Return what an expression depends on besides the head: the key, the position, their distance, or both.
+
+    A number counts as one of the position.
+    """
+    places = expr.free_symbols & {POSITION, KEY}
+    if len(places) < 2:
+        return "key" if KEY in places else "position"
+    return "both" if _counts_keys(expr) else "distance"
+
+
+def _counts_keys(expr: Expr) -> bool:
+    """Return whether an expression depends on places otherwise than by ``POSITION - KEY``."""
+    shift = sympy.Dummy(integer=True)
+    moved = expr.subs({POSITION: POSITION + shift, KEY: KEY + shift}, simultaneous=True)
+    return bool(sympy.expand(moved - expr) != 0)
 
 
 class _Parts:
@@ -322,9 +399,13 @@ class _Parts:
         """The parts of all expressions that were split."""
         return tuple((symbol, expr) for expr, symbol in self._known.items())
 
+    def contain(self, expr: Expr) -> bool:
+        """Return whether an expression is a part."""
+        return bool(expr.free_symbols <= self._symbols)
+
     def split(self, expr: Expr) -> Expr:
         """Return a real number with symbols for its parts."""
-        if self._is_part(expr):
+        if self.contain(expr):
             return self._part(expr)
         if isinstance(expr, Entry):
             return expr
@@ -342,9 +423,6 @@ class _Parts:
             return language.Where(self._condition(condition), self.split(value), self.split(other))
         return expr.func(*map(self.split, expr.args)) if expr.args else expr
 
-    def _is_part(self, expr: Expr) -> bool:
-        return bool(expr.free_symbols <= self._symbols)
-
     def _part(self, expr: Expr) -> Expr:
         """Return the symbol of a part. A number or the head itself needs none."""
         if expr.is_number or expr == HEAD:
@@ -361,19 +439,19 @@ class _Parts:
 
     def _sum(self, expr: Expr) -> Expr:
         number, integer, others = language.split_sum(expr)
-        terms = [*others, number * integer] if self._is_part(integer) else others
-        whole = 0 if self._is_part(integer) else number * self._integer(integer)
-        fixed = self._part(Add(*filter(self._is_part, terms)))
-        return Add(whole, fixed, *(self.split(term) for term in terms if not self._is_part(term)))
+        terms = [*others, number * integer] if self.contain(integer) else others
+        whole = 0 if self.contain(integer) else number * self._integer(integer)
+        fixed = self._part(Add(*filter(self.contain, terms)))
+        return Add(whole, fixed, *(self.split(term) for term in terms if not self.contain(term)))
 
     def _product(self, expr: Expr) -> Expr:
         number, factors = expr.as_coeff_mul()
         contents = [factor.primitive() if factor.is_Add else (Integer(1), factor) for factor in factors]
         number = Mul(number, *(content for content, _ in contents))
-        fixed = Mul(*(factor for _, factor in contents if self._is_part(factor)))
+        fixed = Mul(*(factor for _, factor in contents if self.contain(factor)))
         if not fixed.is_number:
             number, fixed = sympy.sign(number), self._part(abs(number) * fixed)
-        return Mul(number, fixed, *(self.split(factor) for _, factor in contents if not self._is_part(factor)))
+        return Mul(number, fixed, *(self.split(factor) for _, factor in contents if not self.contain(factor)))
 
     def _condition(self, expr: Boolean) -> Boolean:
         if expr.is_Relational:

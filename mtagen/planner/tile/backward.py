@@ -32,10 +32,11 @@ from functools import cached_property
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..cuda.memory import PANEL
-from ..cuda.score import parameters, sums_are_fused
+from ..cuda.score import parameters, score_function, tile_sums, why_not_summed
 from ..cuda.toeplitz import SCORE_EXPONENT, Toeplitz
 from ..cuda.weight import WeightGradient
 from ..cuda.wgmma import Wgmma
+from ..geometry.affine import Size
 from ..geometry.mask import Mask
 from ..geometry.score import ParameterSum, ScoreStage
 from ..kernel import Buffer, Kernel, numbers, reads, writes
@@ -183,14 +184,30 @@ class TileBackward(TilePass):
             Buffer("dq_sum", "fp32", like="q"),
             Buffer("dw_sums", "fp32", (HEADS * taps, DW_TERMS), zeroed=self.spec.packed),  # some CTAs have no tile
             *((Buffer("dk_parts", "fp32", (DK_PIECES, 16)),) if self.geometry.halo else ()),
-            *(Buffer(x.name, "fp32", (heads, KEY_BLOCKS * self.warps), zeroed=self.spec.packed) for x in self._sums),
+            *map(self._buffer_of, self._sums),
             Buffer("progress", "int32", (heads * KEY_BLOCKS,), zeroed=True, option="deterministic"),
         )
 
     @property
     def _sums(self) -> tuple[ParameterSum, ...]:
-        """The gradients of parameters, of which each warp stores its part."""
-        return ScoreStage.of(self.spec).sums
+        """The gradients of parameters that the main kernel sums."""
+        return tile_sums(ScoreStage.of(self.spec))
+
+    def _buffer_of(self, of: ParameterSum) -> Buffer:
+        """Return the memory of a sum: of each warp, of each key and row tile, or of each pair."""
+        shape: dict[str, tuple[Size, ...]] = {
+            "head": (KEY_BLOCKS * self.warps,),
+            "key": (self.geometry.row_tiles, self.layout.keys),
+            "pair": (self.layout.keys, self.layout.keys),
+            "table": (KEY_BLOCKS * self.warps, of.view.table),
+        }
+        zeroed = self.spec.packed or of.kind in ("pair", "table")  # some CTAs have no tile, some pairs no CTA
+        return Buffer(of.name, "fp32", (self.layout.batch * HEADS, *shape[of.kind]), zeroed=zeroed)
+
+    @property
+    def shares_places(self) -> bool:  # type: ignore[override]
+        """Whether warps compute what places add to scores once, and share it."""
+        return self.hopper and score_function(self.spec).shares
 
     @property
     def score_exponent(self) -> int:
@@ -278,7 +295,7 @@ class TileBackward(TilePass):
             yield "                    in dk_pieces of 16 elements."
         yield f"progress is null, or int32 zeros ({batch}heads, key_blocks), which make dq reproducible."
         for x in self._sums:
-            parts = f"({batch}heads, key_blocks * {self.warps})"
+            parts = str(self._buffer_of(x).shape).replace("*", " * ")
             yield f"{x.name} {parts} has parts of the gradient of parameter {x.view.parameter.name}."
         yield f"row_pitch = {self.grid.symbols['row_pitch']}, key_blocks = {key_blocks},"
         yield f"dw_terms = {batch}key_blocks."
@@ -306,8 +323,8 @@ def backward_candidates(spec: Spec, target: Target) -> list[TileBackward]:
     if spec.value_head_dim != spec.head_dim:
         rule = "the fused backward kernel needs value_head_dim equal to head_dim"
         raise PlanError(explain("value_head_dim", spec.value_head_dim, rule, f"{spec.head_dim}, or backend='triton'"))
-    if not sums_are_fused(spec):
-        rule = "the fused backward kernel sums gradients of parameters of heads that are added to scores"
+    if reason := why_not_summed(spec):
+        rule = f"the fused backward kernel does not sum all gradients: {reason}"
         raise PlanError(explain("parameters", spec.parameters, rule, "backend='triton'"))
     fitting = []
     for plan in _candidates(spec, target):

@@ -21,7 +21,7 @@ from sympy import Expr, Integer, Min, ceiling, symbols
 
 from ...errors import PlanError, explain
 from ...spec import Spec
-from ..cuda.score import parameters, sink
+from ..cuda.score import parameters, score_function, sink
 from ..cuda.toeplitz import Toeplitz, toeplitz
 from ..cuda.wgmma import Wgmma
 from ..geometry.affine import N_K
@@ -142,6 +142,16 @@ class TileForward(TilePass):
     def loop(self) -> KeyLoop:
         """The keys that a CTA needs."""
         return KeyLoop(self.spec)
+
+    @property
+    def shares_places(self) -> bool:  # type: ignore[override]
+        """Whether warps compute what places add to scores once, and share it."""
+        return self.hopper and score_function(self.spec).shares
+
+    @property
+    def grows(self) -> bool:  # type: ignore[override]
+        """Whether what places add to exponents grows by the same from key to key."""
+        return self.hopper and not self.shares_places and score_function(self.spec).growth != 0
 
     @property
     def references(self) -> References:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..cuda.memory import PANEL, SharedMap, lay_out
+from ..cuda.score import score_function
 from .dropout_bits import DropoutBits
 from .forward_geometry import ForwardGeometry
 from .forward_slab import ForwardSlab
@@ -39,6 +40,7 @@ class ForwardShared(SharedMap):
                 ("GATHER", slab.count * geometry.tiles * slab.gather_tile, 16),
                 ("DROPOUT", dropout.size if dropout else 0, 4),
                 ("TAPS", warps // 4 * tap_bytes if hopper else 0, 4),  # one copy per warpgroup
+                ("PLACES", 4 * warps * (2 * geometry.keys + 16) if hopper and score_function(spec).shares else 0, 16),
                 ("BARRIERS", 8 * (4 * stages + 4 * warps) if hopper else 0, 8),
             )
         )

@@ -26,6 +26,8 @@ class TilePass(PassPlan):
     backend = "cuda"
     template: str
     splits = False  # whether CTAs take splits of the keys
+    shares_places = False  # whether warps compute what places add to scores once, and share it
+    grows = False  # whether what places add to exponents grows by the same from key to key
 
     @cached_property
     def layout(self) -> Layout:

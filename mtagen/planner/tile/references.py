@@ -21,6 +21,14 @@ class References(NamedTuple):
     above: int
 
     @property
+    def growth(self) -> int:
+        """By how much a row's maximum may grow until the row should get a new reference.
+
+        It leaves room for scores that grow, and for a thread's sum of probabilities.
+        """
+        return (self.below + self.above) * 5 // 6
+
+    @property
     def reason(self) -> str:
         """Why probabilities of this size fit, for the kernel's comment."""
         if self.below > 15:

@@ -106,3 +106,23 @@ struct Softmax {
     return x + __shfl_xor_sync(~0u, x, 2);
   }
 };
+
+// Softmax::add_columns() with a shift for each of the thread's columns and rows.
+template <class Element>
+DEVICE void add_shifted_columns(Softmax<Element>& softmax, u32 (&p)[4], bool high, const float (&c)[4],
+                                const float (&shifts)[4]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float x = exp2_fast(c[2 * r] * softmax.exponent + shifts[2 * r]);
+    const float y = exp2_fast(c[2 * r + 1] * softmax.exponent + shifts[2 * r + 1]);
+    p[2 * high + r] = pack<Element>(x, y);
+    softmax.add(r, make_float2(x, y));
+  }
+}
+
+// Ends a tile like Softmax::end() if all its rows exceeded their references, so that restart() gives them new ones.
+template <class Element>
+DEVICE void renew_references(Softmax<Element>& softmax) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) softmax.sum[r] = -fabsf(softmax.sum[r]);
+}

@@ -1,0 +1,194 @@
+#pragma once
+
+#include "backward_tiles.cuh"
+#include "ptx.cuh"
+
+// ---- Sums for the gradients of parameters ---------------------------------------------------------------------------
+//
+// term(i) is what the thread's i-th score of a step adds. The host adds up the sums of different warps. Each warp has
+// memory of its own and adds in a fixed order, so that gradients are reproducible.
+
+// Each main warp's number among those of all CTAs of its head.
+DEVICE long long warp_of_head(long long head, const Cta& cta) {
+  return (head * grid_tiles() + cta.place_of_block(OWNED)) * (ROW_TILES * PARTS) + warp_index();
+}
+
+// The sum of all scores of a head.
+struct HeadTerms {
+  float* to;
+  float sum = 0.f;
+
+  DEVICE HeadTerms(float* sums, long long head, const Cta& cta, const Parameters&)
+      : to(sums + warp_of_head(head, cta)) {}
+
+  template <class Term>
+  DEVICE void add(Term term) {
+#pragma unroll
+    for (int i = 0; i < PART / 2; ++i) sum += term(i);
+  }
+
+  DEVICE void finish(const Cta&) {
+    sum = sum_of_lanes(sum, 32);
+    if (lane_index() == 0) *to = sum;
+  }
+};
+
+// The sums of the scores of each key, in the warp's row tiles. Lanes with the same lane_pair have the same COLUMNS
+// columns. Each of these lanes ends up with OWN of them.
+struct KeyTerms {
+  static constexpr int COLUMNS = PART / 4, OWN = COLUMNS > 8 ? COLUMNS / 8 : 1;
+  float* to;  // of the sequence's first key
+  float sums[OWN] = {};
+
+  DEVICE KeyTerms(float* sums, long long head, const Cta&, const Parameters& parameters)
+      : to(sums + (head * ROW_TILES + warp_index() % ROW_TILES) * parameters.all_tokens + parameters.first_key) {}
+
+  template <class Term>
+  DEVICE void add(Term term) {
+    float x[COLUMNS];
+#pragma unroll
+    for (int i = 0; i < COLUMNS; ++i) x[i] = term(i / 2 * 4 + i % 2) + term(i / 2 * 4 + i % 2 + 2);
+#pragma unroll
+    for (int distance = 16, count = COLUMNS; distance >= 4; distance /= 2) {
+      if (count == 1) {
+        x[0] += __shfl_xor_sync(~0u, x[0], distance);
+        continue;
+      }
+      // The lane exchanges half of its columns with another lane, so that each adds up the other half.
+      const bool upper = lane_index() & distance;
+      count /= 2;
+#pragma unroll
+      for (int i = 0; i < count; ++i) {
+        const float given = upper ? x[i] : x[i + count];
+        x[i] = (upper ? x[i + count] : x[i]) + __shfl_xor_sync(~0u, given, distance);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) sums[i] += x[i];
+  }
+
+  DEVICE void finish(const Cta& cta) {
+    const Place at(warp_index() / ROW_TILES);
+    int first = 0;  // of the lane's own columns
+#pragma unroll
+    for (int distance = 16, count = COLUMNS; count > 1 && distance >= 4; distance /= 2) {
+      count /= 2;
+      first += at.lane & distance ? count : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      const int column = at.column + (first + i) / 2 * CHUNK + (first + i) % 2, key = cta.c0 + PAD_LEFT + column;
+      if (column < OWNED && key < cta.n_k) to[key] = sums[i];
+    }
+  }
+};
+
+// The gradient of each score.
+struct PairTerms {
+  float* to;   // of the head
+  int tokens;  // positions and keys
+
+  DEVICE PairTerms(float* sums, long long head, const Cta&, const Parameters& parameters)
+      : to(sums + head * parameters.all_tokens * parameters.all_tokens), tokens(parameters.all_tokens) {}
+
+  // The thread's first score in this step has row `row` of the sequence and the position `position`.
+  template <class Term>
+  DEVICE void store(Term term, const Cta& cta, const Place& at, int row, int position) const {
+#pragma unroll
+    for (int i = 0; i < PART / 2; ++i) {
+      const int r = i >> 1 & 1, column = at.column + i / 4 * CHUNK + (i & 1), key = cta.c0 + PAD_LEFT + column;
+      if (row + r < cta.n_q && column < OWNED && key < cta.n_k)
+        to[static_cast<long long>(position + r) * tokens + key] = term(i);
+    }
+  }
+
+  DEVICE void finish(const Cta&) const {}
+};
+
+// Adds x to an entry of the warp's memory. Lanes with equal entries first add up their numbers, two at a time.
+DEVICE void add_to_entry(float* to, int entry, float x) {
+  const int lane = lane_index();
+  u32 peers = __match_any_sync(~0u, entry);
+  u32 rank = __popc(peers & (1u << lane) - 1);
+  const bool first = rank == 0;
+  peers &= ~1u << lane;
+  while (__any_sync(~0u, peers)) {
+    const int next = __ffs(peers);
+    const float other = __shfl_sync(~0u, x, next ? next - 1 : lane);
+    if (next) x += other;
+    peers &= __ballot_sync(~0u, !(rank & 1));
+    rank >>= 1;
+  }
+  if (first && x != 0.f) to[entry] += x;
+  __syncwarp();
+}
+
+// The sums of the scores of each entry of a table, if their entry depends on their distance. Distances are equal on
+// diagonals of the warp's row tile. Far from its own position, most tables have one entry for all of them.
+template <int ENTRIES>
+struct TableTerms {
+  static constexpr int PAIRS = PART / 2;  // of columns of the warp's part
+  float* to;
+  int entry = 0;  // of `sum`
+  float sum = 0.f;
+
+  DEVICE TableTerms(float* sums, long long head, const Cta& cta, const Parameters&)
+      : to(sums + warp_of_head(head, cta) * ENTRIES) {}
+
+  // `gradients` is the address of the row tile's first gradient in the slab, `distance` its distance.
+  // entry_of(distance) is an entry, and term_of(gradient, distance) what scores of one distance add to it.
+  template <class Term, class EntryOf, class TermOf>
+  DEVICE void add(Term term, EntryOf entry_of, TermOf term_of, u32 gradients, int distance) {
+    // Of row pairs r, the lane reads column pairs r + pair, so that it has diagonal -2 pair and those beside it. The
+    // diagonals of column pairs past the last, which continue at the first, are higher by PART.
+    const int lane = lane_index(), pair = lane % PAIRS;
+    const bool continues = PART - 2 * pair <= ROW_TILE;
+    int distances[4], entries[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      distances[i] = distance - 2 * pair - i % 2 + (i / 2 && continues ? PART : 0);
+      entries[i] = entry_of(distances[i]);
+    }
+    const int least = __reduce_min_sync(~0u, min(min(entries[0], entries[1]), min(entries[2], entries[3])));
+    const int most = __reduce_max_sync(~0u, max(max(entries[0], entries[1]), max(entries[2], entries[3])));
+    if (least == most) {
+      if (least != entry) flush();
+      entry = least;
+#pragma unroll
+      for (int i = 0; i < PART / 2; ++i) sum += term(i);
+      return;
+    }
+    // Sums of the diagonals -2 pair - 1, -2 pair and -2 pair + 1, and of those that are higher by PART.
+    float low[2] = {}, middle[2] = {}, high[2] = {};
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < ROW_TILE / 2; i += 32 / PAIRS) {
+      const int r = i + lane / PAIRS, column_pair = r + pair;
+      const u32 from = gradients + r * SLAB_ROW + 4 * (column_pair % PAIRS);
+      const float2 even = unpack<Element>(load_shared(from));
+      const float2 odd = unpack<Element>(load_shared(from + Gradients::RING * (ROW_TILE / 2) * SLAB_ROW));
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        if ((column_pair >= PAIRS) != k) continue;
+        low[k] += even.y, middle[k] += even.x + odd.y, high[k] += odd.x;
+      }
+    }
+    // The next lane has the other scores of the lowest diagonal, as its highest.
+    const int next = lane / PAIRS * PAIRS + (pair + 1) % PAIRS;
+    const float highs[2] = {__shfl_sync(~0u, high[0], next), __shfl_sync(~0u, high[1], next)};
+    const bool last = pair == PAIRS - 1;
+    low[0] += last ? 0.f : highs[0];
+    low[1] += last ? highs[0] : highs[1];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) add_to_entry(to, entries[i], term_of(i % 2 ? low[i / 2] : middle[i / 2], distances[i]));
+  }
+
+  DEVICE void flush() {
+    sum = sum_of_lanes(sum, 32);
+    if (lane_index() == 0) to[entry] += sum;
+    __syncwarp();
+    sum = 0.f;
+  }
+
+  DEVICE void finish(const Cta&) { flush(); }
+};
