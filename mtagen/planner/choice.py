@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 from ..errors import PlanError, explain
 from ..spec import Spec
 from . import torch_ops
+from .heads import passes as heads
 from .lift import passes as lift
 from .passes import Fields, PassPlan, passes_of, rounds_alike
 from .strip import passes as strip
@@ -67,9 +68,9 @@ def lowerings(backend: str, spec: Spec) -> Mapping[str, Lowering]:
     """
     if backend not in GENERATED:
         return {"tiled ops": torch_ops}
-    strips = {"strip": strip.LOWERINGS[backend]}
+    strips: Mapping[str, Lowering] = {"strip": strip.LOWERINGS[backend]}
     if why_unfused(spec, backend):
-        return strips
+        return {"heads": heads, **strips} if backend == "cuda" and not heads.why_not(spec) else strips
     return {"tile": tile, **strips} if backend == "cuda" else {"lift": lift}
 
 

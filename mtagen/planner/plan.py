@@ -24,6 +24,8 @@ from .choice import (
 )
 from .geometry.mask import Mask
 from .geometry.stencil import pipeline_stencil
+from .heads.kernels import HeadsKernel
+from .heads.passes import HeadsForward
 from .lift.passes import LiftPass
 from .names import suffix
 from .passes import Fields, PassPlan, describe, passes_of
@@ -90,11 +92,18 @@ class Plan:
         return {plan.pass_name: plan for plan in plans if isinstance(plan, StripPass)}
 
     @cached_property
-    def cuda(self) -> Mapping[str, TilePass | StripSource]:
+    def heads(self) -> Mapping[str, HeadsForward]:
+        """The passes of the lowering "heads", by name."""
+        plans = (planned.plan for planned in self.passes)
+        return {plan.pass_name: plan for plan in plans if isinstance(plan, HeadsForward)}
+
+    @cached_property
+    def cuda(self) -> Mapping[str, TilePass | HeadsKernel | StripSource]:
         """The plans from which CUDA sources are printed, by role: fused passes, and kernels of
         strips.
         """
-        passes: tuple[TilePass | StripPass, ...] = (*self.tile.values(), *self.strip.values())
+        passes: tuple[TilePass | HeadsForward | StripPass, ...]
+        passes = (*self.tile.values(), *self.heads.values(), *self.strip.values())
         return {role: source for plan in passes for role, source in plan.cuda.items()}
 
     @property

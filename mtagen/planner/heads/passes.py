@@ -1,0 +1,161 @@
+"""Plans of the lowering "heads", which mixes heads in the forward pass without planes of scores.
+
+A mixed score needs the scores of all heads of its group. So a CTA takes a block of rows of a bundle
+of heads, which mix only with each other, and streams tiles of a few keys. Warps that own heads and
+warps that own rows exchange each tile through shared memory. Probabilities that are mixed after the
+softmax need the sums of their rows first, so one kernel sums exponentials, and a second one
+computes outputs.
+
+The backward pass is that of strips. It takes log-sum-exps of scores that both lowerings round
+alike: fp16 in the scale of planes, mixed by matrices that are rounded to fp16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from sympy import ceiling
+
+from ...errors import PlanError, explain
+from ...spec import EXPRESSIONS, Spec
+from ..cuda.supported import check_backend
+from ..geometry.affine import N_Q
+from ..kernel import Buffer, Kernel
+from ..passes import Fields, PassPlan
+from ..sizes import BATCH, HEADS
+from ..strip.passes import LOWERINGS as STRIPS
+from ..strip.row_shared import MAX_HEADS
+from ..strip.stages import Stages
+from ..targets import SHARED_BYTES_PER_CYCLE, Target
+from .kernels import CHUNKS, KEYS, MAX_CHUNKS, MIN_CHUNK, HeadsKernel, OutputsKernel, StatisticsKernel
+
+MAX_DIM = 64  # upper limit of head dims: outputs of 16 heads and 32 rows then take half of the registers
+_BUSY = 0.65  # fraction of the rate of shared memory that the kernels reach; measured at 16 heads and head dim 64
+_OTHERS = ("kernel", "post_kernel", *EXPRESSIONS, "visible", "sink", "packed", "dropout", "page_size")
+
+
+@dataclass(frozen=True)
+class HeadsForward(PassPlan):
+    """The forward pass of a spec whose heads mix. It has no decisions.
+
+    Attributes:
+        spec: the request.
+        target: name of the target.
+    """
+
+    spec: Spec
+    target: str
+
+    lowering = "heads"
+    backend = "cuda"
+    pass_name = "forward"
+    rounds_as = "strip"
+
+    @cached_property
+    def cuda(self) -> Mapping[str, HeadsKernel]:
+        """The CUDA kernels, by role."""
+        return {kind.role: kind(self.spec, self.target) for kind in (StatisticsKernel, OutputsKernel)}
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        return tuple(source.kernel for source in self.cuda.values())
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The buffers that the host allocates."""
+        bundles = BATCH * ceiling(HEADS / Stages(self.spec).heads)
+        return (
+            Buffer("out", "q", (BATCH, HEADS, N_Q, self.spec.value_head_dim)),
+            Buffer("lse", "fp32", (BATCH, HEADS, N_Q)),
+            Buffer("partial", "fp32", (CHUNKS, bundles, N_Q, MAX_HEADS)),
+        )
+
+    @property
+    def min_chunk(self) -> int:
+        """Least number of keys of a chunk if there are several."""
+        return MIN_CHUNK
+
+    @property
+    def chunk_multiple(self) -> int:
+        """Divisor of the keys of a chunk."""
+        return KEYS
+
+    @property
+    def max_chunks(self) -> int:
+        """Upper limit of the number of chunks."""
+        return MAX_CHUNKS
+
+    @property
+    def cost(self) -> float:
+        """Modelled multiprocessor cycles per score: those of shared memory, which limits both kernels."""
+        moved = sum(source.moved for source in self.cuda.values())
+        return moved * MAX_HEADS / Stages(self.spec).heads / SHARED_BYTES_PER_CYCLE / _BUSY
+
+    def decisions(self) -> Mapping[str, Fields]:
+        return {}
+
+    def alternatives(self, key: str) -> Sequence[HeadsForward]:
+        self.check_key(key)
+        return [self]
+
+    def decided(self, key: str, fields: Fields) -> HeadsForward:
+        self.check_key(key)
+        return self
+
+    def decision_cost(self, key: str) -> float:
+        self.check_key(key)
+        return self.cost
+
+    def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
+        for role, source in self.cuda.items():
+            yield self.pass_name, role, source.summary
+
+
+def why_not(spec: Spec) -> str:
+    """Return the reason why these kernels cannot compute the forward pass of a spec; empty if they can."""
+    stages = Stages(spec)
+    if not (stages.mix or stages.post_mix):
+        return "heads do not mix"
+    if others := [name for name in _OTHERS if getattr(spec, name)]:
+        return f"kernels that mix heads on the chip lack {', '.join(others)}"
+    if stages.heads > MAX_HEADS or stages.post_is_separate:
+        return f"on the chip, at most {MAX_HEADS} heads mix with each other"
+    if any(d > MAX_DIM or d % 16 for d in (spec.head_dim, spec.value_head_dim)):
+        return f"on the chip, heads mix at head dims up to {MAX_DIM} in multiples of 16"
+    return ""
+
+
+def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[HeadsForward]:
+    """Return the plan of the forward pass.
+
+    Raises:
+        PlanError: these kernels cannot compute the pass, or strips are expected to be faster.
+    """
+    check_backend(spec, target)
+    if reason := why_not(spec):
+        raise PlanError(explain("spec", spec.to_dict(), reason, "the lowering strip"))
+    if pass_name != "forward":
+        raise PlanError(explain("pass", pass_name, "heads mix on the chip in the forward pass only", "forward"))
+    if "wgmma" not in target.matrix:
+        raise PlanError(explain("target", target.name, "heads mix on the chip with instructions of sm_90a", "sm_90a"))
+    plan, strips = HeadsForward(spec, target.name), STRIPS["cuda"].candidates(pass_name, spec, target)[0]
+    if strips.cost < plan.cost:
+        rule = f"is expected to take {plan.cost / strips.cost:.2f} of the time of strips"
+        raise PlanError(explain("lowering", "heads", rule, "the lowering strip"))
+    return [plan]
+
+
+def from_fields(pass_name: str, spec: Spec, target: str, decisions: Mapping[str, Fields]) -> HeadsForward:
+    """Return the plan."""
+    return HeadsForward(spec, target)
+
+
+def flop_per_score(pass_name: str, spec: Spec) -> int:
+    """Return the flop per (row, key) pair of the forward pass, 2 per multiply-add.
+
+    Scores are computed and mixed twice.
+    """
+    scores = spec.head_dim + (spec.mixed_heads or 0)
+    return 2 * (2 * scores + (spec.post_mixed_heads or 0) + spec.value_head_dim)
