@@ -38,7 +38,9 @@ DEVICE void load_numbers(float (&x)[4], u32 at) {
   x[2] = __uint_as_float(high[0]), x[3] = __uint_as_float(high[1]);
 }
 
-DEVICE void store_numbers(u32 at, const float (&x)[4]) {
+// Eight lanes have the same heads and the same numbers, which one of them stores.
+DEVICE void store_numbers(u32 at, const float (&x)[4], int lane) {
+  if (lane >= 4) return;
   store_shared(at, __float_as_uint(x[0]), __float_as_uint(x[1]));
   store_shared(at + NUMBERS / 2, __float_as_uint(x[2]), __float_as_uint(x[3]));
 }
