@@ -24,8 +24,9 @@ from ..strip.stages import PROBABILITY_SCALE, Stages
 
 KEYS = 16  # keys of a tile, rows of an mma that sums over heads
 HEAD_WARPS = MAX_HEADS // 2  # warps that own two heads each
-CHUNKS = sympy.Symbol("chunks", integer=True, positive=True)  # of keys, whose exponentials are summed apart
-MIN_CHUNK, MAX_CHUNKS = 512, 8  # least keys of a chunk if there are several, and most chunks
+# Chunks of the keys of a block of rows, which are summed apart. With two CTAs for each multiprocessor, those of early
+# causal rows fill the gaps that those of late rows leave. A chunk of fewer keys takes longer to begin than to sum.
+CHUNKS, WAVES, MIN_CHUNK = sympy.Symbol("chunks", integer=True, positive=True), 2, 256
 _LINE, _LINE_GAP = 2 * KEYS, 16  # bytes of a row of scores of a head, and between the rows of two heads
 _BARRIER = 8
 _NUMBERS = 4 * MAX_HEADS  # bytes of a number for each head
@@ -81,7 +82,7 @@ class HeadsKernel(ABC):
         yield f"S = scale q k^T, {mixed}, {self.formula}."
         yield f"Mask {Mask.of(self.spec).name}; query i sits at position i + n_k - n_q."
         yield f"A bundle is {self.stages.heads} heads, which mix with each other only. Strides count elements. A group of `group` heads"
-        yield "of q reads the same head of k and v; other tensors are contiguous. A chunk is `chunk` keys."
+        yield "of q reads the same head of k and v; other tensors are contiguous."
 
     # ---- The launch
 
@@ -100,15 +101,20 @@ class HeadsKernel(ABC):
         """The arguments that point to memory."""
 
     @property
+    def blocks(self) -> Size:
+        """Number of blocks of rows of all bundles of heads."""
+        return ceiling(N_Q / self.rows) * ceiling(HEADS / self.stages.heads) * BATCH
+
+    @property
     def grid(self) -> tuple[Size, ...]:
-        """The extents of the grid: blocks of all bundles."""
-        return (ceiling(N_Q / self.rows) * ceiling(HEADS / self.stages.heads) * BATCH,)
+        """The extents of the grid."""
+        return (self.blocks,)
 
     @property
     def kernel(self) -> Kernel:
         """The kernel's arguments and launch."""
         strided = (argument.name for argument in self.pointers if argument.name in "qkv")
-        lengths = numbers("int", "n_q", "n_k", "n_heads", "group", "chunk")
+        lengths = numbers("int", "n_q", "n_k", "n_heads", "group", "chunks")
         arguments = (*self.pointers, *strides(*strided), *lengths, *numbers("float", "scale"))
         threads, registers = 32 * sum(self.warps), max(self.registers)
         return Kernel(self.role, self.name, arguments, self.grid, threads, self.shared.size, registers)
@@ -165,7 +171,7 @@ class StatisticsKernel(HeadsKernel):
 
     @property
     def formula(self) -> str:
-        return "partial = log2 of the sums of 2^C over the keys of a chunk that a query sees"
+        return "partial = log2 of the sums of 2^C over chunks of the keys that a query sees"
 
     @property
     def pointers(self) -> tuple[Argument, ...]:
@@ -173,7 +179,7 @@ class StatisticsKernel(HeadsKernel):
 
     @property
     def grid(self) -> tuple[Size, ...]:
-        return (*super().grid, CHUNKS)
+        return self.blocks, CHUNKS
 
     @property
     def warps(self) -> tuple[int, ...]:
@@ -207,7 +213,6 @@ class OutputsKernel(HeadsKernel):
     depth: ClassVar[int] = 2  # tiles of keys, and of values
     buffers: ClassVar[int] = 4  # of scores
     lead: ClassVar[int] = 2  # tiles by which scores are ahead of products with values
-    statistics_rows: ClassVar[int] = StatisticsKernel.rows
 
     @property
     def formula(self) -> str:

@@ -21,15 +21,15 @@ from sympy import ceiling
 from ...errors import PlanError, explain
 from ...spec import EXPRESSIONS, Spec
 from ..cuda.supported import check_backend
-from ..geometry.affine import N_Q
+from ..geometry.affine import N_Q, Size
 from ..kernel import Buffer, Kernel
 from ..passes import Fields, PassPlan
 from ..sizes import BATCH, HEADS
 from ..strip.passes import LOWERINGS as STRIPS
 from ..strip.row_shared import MAX_HEADS
 from ..strip.stages import Stages
-from ..targets import SHARED_BYTES_PER_CYCLE, Target
-from .kernels import CHUNKS, KEYS, MAX_CHUNKS, MIN_CHUNK, HeadsKernel, OutputsKernel, StatisticsKernel
+from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
+from .kernels import CHUNKS, MIN_CHUNK, WAVES, HeadsKernel, OutputsKernel, StatisticsKernel
 
 MAX_DIM = 64  # upper limit of head dims: outputs of 16 heads and 32 rows then take half of the registers
 _BUSY = 0.65  # fraction of the rate of shared memory that the kernels reach; measured at 16 heads and head dim 64
@@ -73,19 +73,24 @@ class HeadsForward(PassPlan):
         )
 
     @property
+    def blocks(self) -> Size:
+        """Number of blocks of rows of the kernel of sums."""
+        return self.cuda["statistics"].blocks
+
+    @property
+    def slots(self) -> int:
+        """Number of CTAs of the kernel of sums from which on keys are not divided."""
+        return self.waves * get_target(self.target).multiprocessors
+
+    @property
+    def waves(self) -> int:
+        """Number of CTAs of the kernel of sums for each multiprocessor."""
+        return WAVES
+
+    @property
     def min_chunk(self) -> int:
         """Least number of keys of a chunk if there are several."""
         return MIN_CHUNK
-
-    @property
-    def chunk_multiple(self) -> int:
-        """Divisor of the keys of a chunk."""
-        return KEYS
-
-    @property
-    def max_chunks(self) -> int:
-        """Upper limit of the number of chunks."""
-        return MAX_CHUNKS
 
     @property
     def cost(self) -> float:
