@@ -208,7 +208,7 @@ class OutputsKernel(HeadsKernel):
     template = "heads_outputs.cu.j2"
     rows = 32
     row_warps = 4
-    registers = (56, 208, 40)
+    registers = (56, 216, 24)
     producer_warps: ClassVar[int] = 4  # warps that copy keys and values
     depth: ClassVar[int] = 2  # tiles of keys, and of values
     buffers: ClassVar[int] = 4  # of scores
