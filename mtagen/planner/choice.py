@@ -4,7 +4,8 @@ Users name backends. If the only stage is a convolution before the softmax, ``tr
 lowering "lift" (:mod:`.lift`) and ``cuda`` the lowering "tile" (:mod:`.tile`). With other stages,
 with a function of scores before the convolution, or with a convolution and a mask that is no
 window, both use the lowering "strip" (:mod:`.strip`); ``cuda`` has kernels for most roles there, and
-Triton's kernels do the rest. If "tile" cannot fuse a backward pass, because its head dims are too
+Triton's kernels do the rest. The forward pass of ``cuda`` uses the lowering "heads" (:mod:`.heads`)
+if the only stages mix heads, and its kernels are expected to be faster. If "tile" cannot fuse a backward pass, because its head dims are too
 wide or differ, ``cuda`` uses strips where it has the kernels. ``torch`` runs tiled PyTorch ops.
 
 Where both ``cuda`` and ``triton`` can do a pass, ``auto`` takes the one that is expected to be
@@ -70,7 +71,7 @@ def lowerings(backend: str, spec: Spec) -> Mapping[str, Lowering]:
         return {"tiled ops": torch_ops}
     strips: Mapping[str, Lowering] = {"strip": strip.LOWERINGS[backend]}
     if why_unfused(spec, backend):
-        return {"heads": heads, **strips} if backend == "cuda" and not heads.why_not(spec) else strips
+        return {"heads": heads, **strips} if backend == "cuda" and spec.mixed else strips
     return {"tile": tile, **strips} if backend == "cuda" else {"lift": lift}
 
 
@@ -289,7 +290,7 @@ def cuda_over_triton(cuda: PassPlan, triton: PassPlan, tables: Sequence[Table]) 
         if here in shapes:
             return shapes[here], table.source
         measured = {**{shape: ratio for shape, ratio in shapes.items() if not shape.stages}, **measured}
-    if not spec.is_fusible:
+    if not spec.is_fusible and cuda.lowering == "strip":
         return strip.cuda_over_triton(pass_name, spec)
     if "strip" in (cuda.lowering, triton.lowering):
         return cuda.cost / triton.cost, "by the cost models"

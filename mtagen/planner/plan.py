@@ -25,7 +25,7 @@ from .choice import (
 from .geometry.mask import Mask
 from .geometry.stencil import pipeline_stencil
 from .heads.kernels import HeadsKernel
-from .heads.passes import HeadsForward
+from .heads.passes import HeadsForward, why_not
 from .lift.passes import LiftPass
 from .names import suffix
 from .passes import Fields, PassPlan, describe, passes_of
@@ -202,6 +202,11 @@ class Plan:
             ]
         for reason in dict.fromkeys(why_unfused(spec, strip.backend) for strip in self.strip.values()):
             rows += [("choice", "lowering", f"strip: {reason}")] if reason else []
+        forward_strip = self.strip.get("forward")
+        if spec.mixed and forward_strip and forward_strip.backend == "cuda":
+            rows.append(("choice", "forward lowering", f"strip: {why_not(spec, get_target(self.target))}"))
+        elif self.heads:
+            rows.append(("choice", "forward lowering", "heads: the only stages mix heads, which is faster on the chip"))
         forward = pipeline_stencil(spec)
         backward = forward.then(forward.adjoint())
         for name, stencil in (("forward", forward), ("backward", backward)):

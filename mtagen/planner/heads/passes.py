@@ -20,7 +20,7 @@ from sympy import ceiling
 
 from ...errors import PlanError, explain
 from ...spec import EXPRESSIONS, Spec
-from ..cuda.supported import check_backend
+from ..cuda.supported import DTYPES
 from ..geometry.affine import N_Q, Size
 from ..kernel import Buffer, Kernel
 from ..passes import Fields, PassPlan
@@ -118,38 +118,36 @@ class HeadsForward(PassPlan):
             yield self.pass_name, role, source.summary
 
 
-def why_not(spec: Spec) -> str:
-    """Return the reason why these kernels cannot compute the forward pass of a spec; empty if they can."""
+def why_not(spec: Spec, target: Target) -> str:
+    """Return the reason why these kernels do not compute the forward pass of a spec; empty if they do."""
     stages = Stages(spec)
     if not (stages.mix or stages.post_mix):
-        return "heads do not mix"
+        return "no heads mix"
     if others := [name for name in _OTHERS if getattr(spec, name)]:
         return f"kernels that mix heads on the chip lack {', '.join(others)}"
     if stages.heads > MAX_HEADS or stages.post_is_separate:
-        return f"on the chip, at most {MAX_HEADS} heads mix with each other"
+        return f"at most {MAX_HEADS} heads mix with each other on the chip"
     if any(d > MAX_DIM or d % 16 for d in (spec.head_dim, spec.value_head_dim)):
-        return f"on the chip, heads mix at head dims up to {MAX_DIM} in multiples of 16"
-    return ""
+        return f"heads mix on the chip at head dims up to {MAX_DIM} in multiples of 16"
+    if spec.dtype not in DTYPES or "wgmma" not in target.matrix:
+        return f"heads mix on the chip in {' and '.join(DTYPES)} on sm_90a"
+    ratio = HeadsForward(spec, target.name).cost / STRIPS["cuda"].candidates("forward", spec, target)[0].cost
+    return f"mixing heads on the chip would take {ratio:.1f} of the time, by the cost models" if ratio > 1 else ""
 
 
 def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[HeadsForward]:
-    """Return the plan of the forward pass.
+    """Return the plan of the forward pass, if it is expected to be faster than strips.
 
     Raises:
-        PlanError: these kernels cannot compute the pass, or strips are expected to be faster.
+        PlanError: these kernels cannot compute the pass, or strips are expected to be faster; or strips cannot compute
+            it either, and the message is theirs.
     """
-    check_backend(spec, target)
-    if reason := why_not(spec):
-        raise PlanError(explain("spec", spec.to_dict(), reason, "the lowering strip"))
+    STRIPS["cuda"].candidates(pass_name, spec, target)  # otherwise the message is that of strips
     if pass_name != "forward":
         raise PlanError(explain("pass", pass_name, "heads mix on the chip in the forward pass only", "forward"))
-    if "wgmma" not in target.matrix:
-        raise PlanError(explain("target", target.name, "heads mix on the chip with instructions of sm_90a", "sm_90a"))
-    plan, strips = HeadsForward(spec, target.name), STRIPS["cuda"].candidates(pass_name, spec, target)[0]
-    if strips.cost < plan.cost:
-        rule = f"is expected to take {plan.cost / strips.cost:.2f} of the time of strips"
-        raise PlanError(explain("lowering", "heads", rule, "the lowering strip"))
-    return [plan]
+    if reason := why_not(spec, target):
+        raise PlanError(explain("spec", spec.to_dict(), reason, "the lowering strip"))
+    return [HeadsForward(spec, target.name)]
 
 
 def from_fields(pass_name: str, spec: Spec, target: str, decisions: Mapping[str, Fields]) -> HeadsForward:
