@@ -94,9 +94,12 @@ class HeadsForward(PassPlan):
 
     @property
     def cost(self) -> float:
-        """Modelled multiprocessor cycles per score: those of shared memory, which limits both kernels."""
+        """Modelled multiprocessor cycles per score: those of shared memory, which limits both kernels.
+
+        A call may have no more heads than a group, and a CTA takes as long as for MAX_HEADS heads.
+        """
         moved = sum(source.moved for source in self.cuda.values())
-        return moved * MAX_HEADS / Stages(self.spec).heads / SHARED_BYTES_PER_CYCLE / _BUSY
+        return moved * MAX_HEADS / Stages(self.spec).closed / SHARED_BYTES_PER_CYCLE / _BUSY
 
     def decisions(self) -> Mapping[str, Fields]:
         return {}
