@@ -31,6 +31,7 @@ REQUESTS: list[tuple[dict[str, Any], str, str]] = [
     ({"kernel": (6, 11), "head_dim": 64, **MIXED}, "sm_80", "cuda"),
     ({"kernel": (6, 11), "head_dim": 64, **MIXED, "packed": True, "dropout": True}, "sm_90a", "cuda"),
     ({"kernel": None, "head_dim": 64, "post_mixed_heads": 4}, "sm_90a", "cuda"),
+    ({"kernel": None, "head_dim": 64, "mixed_heads": 16}, "sm_90a", "cuda"),
     ({"kernel": (6, 11), "head_dim": 64, "page_size": 64}, "sm_90a", "cuda"),
     ({"kernel": (6, 11), "head_dim": 64, "page_size": 64, "packed": True}, "sm_90a", "cuda"),
     ({"kernel": (6, 11), "head_dim": 64, "page_size": 64, **MIXED}, "sm_90a", "cuda"),
