@@ -44,13 +44,3 @@ DEVICE void store_numbers(u32 at, const float (&x)[4], int lane) {
   store_shared(at, __float_as_uint(x[0]), __float_as_uint(x[1]));
   store_shared(at + NUMBERS / 2, __float_as_uint(x[2]), __float_as_uint(x[3]));
 }
-
-// ---- Values that choose code when it is compiled --------------------------------------------------------------------
-
-struct Yes {
-  static constexpr bool value = true;
-};
-
-struct No {
-  static constexpr bool value = false;
-};
