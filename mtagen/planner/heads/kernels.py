@@ -78,11 +78,11 @@ class HeadsKernel(ABC):
     @property
     def comment(self) -> Iterator[str]:
         """Lines of the source's comment."""
-        mixed = "C = M S over the heads of a group" if self.stages.mix else "C = S"
-        yield f"S = scale q k^T, {mixed}, {self.formula}."
+        yield f"S = scale q k^T, {'C = M S over the heads of a group' if self.stages.mix else 'C = S'},"
+        yield f"{self.formula}."
         yield f"Mask {Mask.of(self.spec).name}; query i sits at position i + n_k - n_q."
-        yield f"A bundle is {self.stages.heads} heads, which mix with each other only. Strides count elements. A group of `group` heads"
-        yield "of q reads the same head of k and v; other tensors are contiguous."
+        yield f"A bundle is {self.stages.heads} heads, which mix with each other only. Strides count elements. A group of `group`"
+        yield "heads of q reads the same head of k and v; other tensors are contiguous."
 
     # ---- The launch
 
