@@ -284,13 +284,11 @@ using Sequence = Batch;
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-constexpr int MAX_HEADS = 16;  // heads that mix with each other
-
 // ---- Blocks of a row: BLOCK_KEYS keys of 16 heads, one block per warp ----------------------------------------------
 //
 // A block lies in shared memory, a line of 128 bytes for each head. The number of each column of 16 bytes is XORed with
 // head % 8. Eight lanes copy a line. __syncwarp makes copies visible to the other lanes.
-constexpr int BLOCK_KEYS = 64, TILES_OF_BLOCK = 4;
+constexpr int BLOCK_KEYS = 64, MAX_HEADS = 16, TILES_OF_BLOCK = 4;
 constexpr int LINE = BLOCK_KEYS * 2, BLOCK_BYTES = MAX_HEADS * LINE;
 
 // Address of keys 8 column to 8 column + 7 of a head.

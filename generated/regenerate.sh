@@ -15,18 +15,12 @@ pipeline() {  # backend, head dim, stages
     python -m mtagen emit --backend "$1" --head-dim "$2" "${@:3}" --dtype bf16 --target sm_90a --out "$new"
 }
 
-heads() {  # head dim, stages; the other passes are strips, which other files show
-    python -m mtagen emit --backend cuda --head-dim "$1" "${@:2}" --dtype bf16 --target sm_90a --out "$new/plan"
-    mv "$new"/plan/mta_heads_* "$new"
-}
-
 {
     emit 6,11 triton
     emit 1,1 triton
     emit 6,11 cuda
     pipeline triton 64 --kernel 6,11 --mixed-heads 16 --post-kernel 6,11 --post-mixed-heads 16
     pipeline triton 64 --kernel none --mixed-heads 16 --post-mixed-heads 16
-    heads 64 --kernel none --mixed-heads 16 --post-mixed-heads 16
     pipeline cuda 128 --kernel 6,11 --mixed-heads 16 --post-kernel 6,11 --post-mixed-heads 16
 } > /dev/null
 rm -f "$folder"/mta_*

@@ -16,6 +16,7 @@ from unittest import mock
 
 import jinja2
 from jinja2 import meta, nodes
+from on_chip import mixed_on_chip
 
 from mtagen import Spec, codegen, plan
 from mtagen.planner.geometry.mask import Mask
@@ -31,7 +32,6 @@ REQUESTS: list[tuple[dict[str, Any], str, str]] = [
     ({"kernel": (6, 11), "head_dim": 64, **MIXED}, "sm_80", "cuda"),
     ({"kernel": (6, 11), "head_dim": 64, **MIXED, "packed": True, "dropout": True}, "sm_90a", "cuda"),
     ({"kernel": None, "head_dim": 64, "post_mixed_heads": 4}, "sm_90a", "cuda"),
-    ({"kernel": None, "head_dim": 64, "mixed_heads": 16}, "sm_90a", "cuda"),
     ({"kernel": (6, 11), "head_dim": 64, "page_size": 64}, "sm_90a", "cuda"),
     ({"kernel": (6, 11), "head_dim": 64, "page_size": 64, "packed": True}, "sm_90a", "cuda"),
     ({"kernel": (6, 11), "head_dim": 64, "page_size": 64, **MIXED}, "sm_90a", "cuda"),
@@ -96,6 +96,7 @@ def uses() -> dict[str, Use]:
     with mock.patch.object(jinja2.Template, "render", noting):
         for options, target, backend in REQUESTS:
             codegen.render(plan(Spec(**options), target, backend))
+        codegen.render(mixed_on_chip(Spec(None, 64, mixed_heads=16)))
     return found
 
 

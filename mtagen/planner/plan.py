@@ -100,7 +100,7 @@ class Plan:
     @cached_property
     def cuda(self) -> Mapping[str, TilePass | HeadsKernel | StripSource]:
         """The plans from which CUDA sources are printed, by role: fused passes, and kernels of
-        strips.
+        strips and of mixings on the chip.
         """
         passes: tuple[TilePass | HeadsForward | StripPass, ...]
         passes = (*self.tile.values(), *self.heads.values(), *self.strip.values())
@@ -202,11 +202,9 @@ class Plan:
             ]
         for reason in dict.fromkeys(why_unfused(spec, strip.backend) for strip in self.strip.values()):
             rows += [("choice", "lowering", f"strip: {reason}")] if reason else []
-        forward_strip = self.strip.get("forward")
-        if spec.mixed and forward_strip and forward_strip.backend == "cuda":
-            rows.append(("choice", "forward lowering", f"strip: {why_not(spec, get_target(self.target))}"))
-        elif self.heads:
-            rows.append(("choice", "forward lowering", "heads: the only stages mix heads, which is faster on the chip"))
+        if spec.mixed and "forward" in self.strip and self.strip["forward"].backend == "cuda":
+            reason = why_not(spec, get_target(self.target)) or "no table says that mixing heads on the chip is faster"
+            rows.append(("choice", "forward lowering", f"strip: {reason}"))
         forward = pipeline_stencil(spec)
         backward = forward.then(forward.adjoint())
         for name, stencil in (("forward", forward), ("backward", backward)):

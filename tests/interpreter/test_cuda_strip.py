@@ -1,6 +1,4 @@
-"""The lowerings "strip" and "heads" as a GPU runs them: Triton's kernels in the interpreter, CUDA's on a CPU that plays
-the GPU.
-"""
+"""The lowering "strip" as a GPU runs it: Triton's kernels in the interpreter, CUDA's on a CPU that plays the GPU."""
 
 from __future__ import annotations
 
@@ -16,6 +14,7 @@ import pytest
 import torch
 from emulator import load_emulated
 from host_functions import retiled
+from on_chip import mixed_on_chip
 from paged import contiguous, draw
 
 from mtagen import Plan, Spec, plan
@@ -47,8 +46,6 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {  # heads and stages
         4,
         {"kernel": None, "post_kernel": (3, 3), "causal": False, "window": (30, -1), "mask": "output"},
     ),
-    "16 heads mix before and after": (16, {"kernel": None, "mixed_heads": 16, "post_mixed_heads": 16}),
-    "12 heads mix before, in a window": (12, {"kernel": None, "mixed_heads": 12, "window": (20, -1)}),
     "20 heads mix": (20, {"kernel": (3, 3), "mixed_heads": 20, "post_kernel": (2, 3)}),  # too many for CUDA
 }
 
@@ -75,8 +72,7 @@ def build(folder: Path, stages: dict[str, Any], workspace_bytes: int = 2**30, *,
                 made = made.decided(key, one.alternatives(key)[-1].decisions()[key])
     made = retiled(made, workspace_bytes=workspace_bytes)
     assert made.backend == "cuda"
-    if not made.heads:
-        assert bool(made.strip["forward"].fused) == (stages.keys() <= SIDE_BY_SIDE)
+    assert bool(made.strip["forward"].fused) == (stages.keys() <= SIDE_BY_SIDE)
     load_emulated(made, folder)
     return assemble(made, torch_on_cpu=False)
 
@@ -91,6 +87,24 @@ def test_training(heads: int, stages: dict[str, Any], folder: Path) -> None:
     for sizes in (Sizes(2, heads, heads // 2, 17, 17), Sizes(1, heads, 1, 13, 140), Sizes(1, heads, heads, 75, 13)):
         assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes))
     assert not problems.failures(op, op.plan.spec, problems.random(op.plan.spec, Sizes(8, heads, heads, 1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("heads", "stages"),
+    [
+        (16, {"mixed_heads": 16, "post_mixed_heads": 16}),
+        (12, {"mixed_heads": 12, "window": (20, -1), "dtype": "bf16"}),
+    ],
+    ids=["16 heads before and after", "12 heads before, in a window, bf16"],
+)
+def test_training_with_heads_mixed_on_the_chip(heads: int, stages: dict[str, Any], folder: Path) -> None:
+    """The lowering "heads" makes the forward pass, and strips the backward pass, with its log-sum-exps."""
+    made = mixed_on_chip(Spec(**({"kernel": None, "head_dim": 16, "dtype": "fp16"} | stages)))
+    assert made["forward"].lowering == "heads"
+    load_emulated(made, folder)
+    op = assemble(made, torch_on_cpu=False)
+    for sizes in (Sizes(2, heads, heads // 2, 17, 17), Sizes(1, heads, 1, 13, 140), Sizes(1, heads, heads, 75, 13)):
+        assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes))
 
 
 def test_training_in_other_forms(folder: Path) -> None:

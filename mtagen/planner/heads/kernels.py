@@ -81,8 +81,8 @@ class HeadsKernel(ABC):
         yield f"S = scale q k^T, {'C = M S over the heads of a group' if self.stages.mix else 'C = S'},"
         yield f"{self.formula}."
         yield f"Mask {Mask.of(self.spec).name}; query i sits at position i + n_k - n_q."
-        yield f"A bundle is {self.stages.heads} heads, which mix with each other only. Strides count elements. A group of `group`"
-        yield "heads of q reads the same head of k and v; other tensors are contiguous."
+        yield f"A bundle is {self.stages.heads} heads, which mix with each other only."
+        yield "Strides count elements. `group` heads of q read the same head of k and v. Other tensors are contiguous."
 
     # ---- The launch
 

@@ -6,6 +6,9 @@ warps that own rows exchange each tile through shared memory. Probabilities that
 softmax need the sums of their rows first, so one kernel sums exponentials, and a second one
 computes outputs.
 
+A table must name this lowering, because its time is known only for a sketch of its kernels: see
+``benchmarks/notes/strips.md``. Otherwise strips make the forward pass.
+
 The backward pass is that of strips. It takes log-sum-exps of scores that both lowerings round
 alike: fp16 in the scale of planes, mixed by matrices that are rounded to fp16.
 """
@@ -22,23 +25,24 @@ from ...errors import PlanError, explain
 from ...spec import EXPRESSIONS, Spec
 from ..cuda.supported import DTYPES
 from ..geometry.affine import N_Q, Size
+from ..geometry.mask import Mask
 from ..kernel import Buffer, Kernel
-from ..passes import Fields, PassPlan
+from ..names import other_stages
+from ..passes import Fields, PassPlan, describe
 from ..sizes import BATCH, HEADS
-from ..strip.passes import LOWERINGS as STRIPS
 from ..strip.row_shared import MAX_HEADS
 from ..strip.stages import Stages
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
 from .kernels import CHUNKS, MIN_CHUNK, WAVES, HeadsKernel, OutputsKernel, StatisticsKernel
 
 MAX_DIM = 64  # upper limit of head dims: outputs of 16 heads and 32 rows then take half of the registers
-_BUSY = 0.65  # fraction of the rate of shared memory that the kernels reach; measured at 16 heads and head dim 64
+_FIELDS: Fields = {"lowering": "heads"}
 _OTHERS = ("kernel", "post_kernel", *EXPRESSIONS, "visible", "sink", "packed", "dropout", "page_size")
 
 
 @dataclass(frozen=True)
 class HeadsForward(PassPlan):
-    """The forward pass of a spec whose heads mix. It has no decisions.
+    """The forward pass of a spec whose heads mix. Its only decision is that for this lowering.
 
     Attributes:
         spec: the request.
@@ -94,15 +98,12 @@ class HeadsForward(PassPlan):
 
     @property
     def cost(self) -> float:
-        """Modelled multiprocessor cycles per score: those of shared memory, which limits both kernels.
-
-        A call may have no more heads than a group, and a CTA takes as long as for MAX_HEADS heads.
-        """
+        """Modelled multiprocessor cycles per score: those of shared memory, if bundles are full."""
         moved = sum(source.moved for source in self.cuda.values())
-        return moved * MAX_HEADS / Stages(self.spec).closed / SHARED_BYTES_PER_CYCLE / _BUSY
+        return moved * MAX_HEADS / Stages(self.spec).heads / SHARED_BYTES_PER_CYCLE
 
     def decisions(self) -> Mapping[str, Fields]:
-        return {}
+        return {key(self.spec): _FIELDS}
 
     def alternatives(self, key: str) -> Sequence[HeadsForward]:
         self.check_key(key)
@@ -110,6 +111,8 @@ class HeadsForward(PassPlan):
 
     def decided(self, key: str, fields: Fields) -> HeadsForward:
         self.check_key(key)
+        if fields != _FIELDS:
+            raise PlanError(explain(key, describe(fields), "is another lowering", describe(_FIELDS)))
         return self
 
     def decision_cost(self, key: str) -> float:
@@ -121,8 +124,14 @@ class HeadsForward(PassPlan):
             yield self.pass_name, role, source.summary
 
 
+def key(spec: Spec) -> str:
+    """Return the key by which a table says that the forward pass of a spec mixes heads on the chip."""
+    shape = f"{Mask.of(spec).name} {other_stages(spec)} d{spec.head_dim} dv{spec.value_head_dim}"
+    return f"lowering forward {shape} {spec.dtype}"
+
+
 def why_not(spec: Spec, target: Target) -> str:
-    """Return the reason why these kernels do not compute the forward pass of a spec; empty if they do."""
+    """Return the reason why these kernels cannot compute the forward pass of a spec; empty if they can."""
     stages = Stages(spec)
     if not (stages.mix or stages.post_mix):
         return "no heads mix"
@@ -134,18 +143,15 @@ def why_not(spec: Spec, target: Target) -> str:
         return f"heads mix on the chip at head dims up to {MAX_DIM} in multiples of 16"
     if spec.dtype not in DTYPES or "wgmma" not in target.matrix:
         return f"heads mix on the chip in {' and '.join(DTYPES)} on sm_90a"
-    ratio = HeadsForward(spec, target.name).cost / STRIPS["cuda"].candidates("forward", spec, target)[0].cost
-    return f"mixing heads on the chip would take {ratio:.1f} of the time, by the cost models" if ratio > 1 else ""
+    return ""
 
 
 def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[HeadsForward]:
-    """Return the plan of the forward pass, if it is expected to be faster than strips.
+    """Return the plan of the forward pass.
 
     Raises:
-        PlanError: these kernels cannot compute the pass, or strips are expected to be faster; or strips cannot compute
-            it either, and the message is theirs.
+        PlanError: these kernels cannot compute the pass; the message says why.
     """
-    STRIPS["cuda"].candidates(pass_name, spec, target)  # otherwise the message is that of strips
     if pass_name != "forward":
         raise PlanError(explain("pass", pass_name, "heads mix on the chip in the forward pass only", "forward"))
     if reason := why_not(spec, target):

@@ -148,7 +148,7 @@ class Stages:
         """Whether probabilities are stored, for a convolution, or for a mixing that does not fit
         mix's bundles.
         """
-        return self.post_convolution is not None or (self.post_mix is not None and self.closed > MAX_MIXED_HEADS)
+        return self.post_convolution is not None or (self.post_mix is not None and self._closed > MAX_MIXED_HEADS)
 
     @property
     def separate_post_mix(self) -> bool:
@@ -210,7 +210,7 @@ class Stages:
         return self.post_mix is not None and not self.post_is_separate
 
     @property
-    def closed(self) -> int:
+    def _closed(self) -> int:
         """The smallest number of consecutive heads that mix only with each other, before and after
         the softmax.
         """
@@ -219,7 +219,7 @@ class Stages:
     @property
     def heads(self) -> int:
         """Number of heads of a bundle, which one program of the softmax takes."""
-        return _bundle(self.closed if self.fused_post_mix else self.spec.mixed_heads or 1)
+        return _bundle(self._closed if self.fused_post_mix else self.spec.mixed_heads or 1)
 
     @property
     def post_heads(self) -> int:

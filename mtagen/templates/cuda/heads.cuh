@@ -3,6 +3,8 @@
 #include "ptx.cuh"
 #include "rows.cuh"
 
+constexpr int TILE_HEADS = 16;  // heads of a tile of rows.cuh
+
 // ---- Scores on their way between warps ------------------------------------------------------------------------------
 //
 // A buffer has 16 keys of ROWS rows of 16 heads. Warps that own heads write scores of 8 rows at a time, and warps that
@@ -25,7 +27,7 @@ DEVICE u32 row_of_heads(u32 buffer, int row, int lane) {
 }
 
 // ---- Numbers of a row, one for each of 16 heads ---------------------------------------------------------------------
-constexpr int NUMBERS = 4 * MAX_HEADS;  // bytes
+constexpr int NUMBERS = 4 * TILE_HEADS;  // bytes
 
 // The address at which a lane finds the numbers of its 4 heads, in the row.
 DEVICE u32 numbers_of(u32 numbers, int row, int lane) { return numbers + row * NUMBERS + 8 * (lane & 3); }
