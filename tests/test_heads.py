@@ -62,7 +62,7 @@ def test_other_requests_have_strips() -> None:
     assert mixed_on_chip(BOTH, "sm_80")["forward"].lowering == "strip"
     assert mixed_on_chip(BOTH, backend="triton")["forward"].lowering == "strip"
     for pass_name in ("backward", "decode"):
-        with pytest.raises(PlanError, match="heads mix on the chip in the forward pass only"):
+        with pytest.raises(PlanError, match="the lowering heads has no kernels for it"):
             candidates(pass_name, BOTH, SM90)
 
 
@@ -75,6 +75,8 @@ def test_a_table_asks_for_them() -> None:
     other = Table(SHIPPED, {key(replace(BOTH, dtype="fp16")): {"lowering": "heads"}})
     assert plan(BOTH, "sm_90a", tables=(other,))["forward"].lowering == "strip"
     assert mixed_on_chip(BOTH, backend="auto")["forward"].lowering == "heads"
+    tables = [Table(SHIPPED, {key(BOTH): {"lowering": name}}) for name in ("strip", "heads")]
+    assert plan(BOTH, "sm_90a", tables=tables)["forward"].lowering == "strip"  # the first table decides
 
 
 def test_plan() -> None:
@@ -86,7 +88,7 @@ def test_plan() -> None:
     assert rounds_alike(forward, made["backward"])
     assert not rounds_alike(forward, StripPass(BOTH, "sm_90a", "backward", "triton"))
     assert forward.alternatives(key(BOTH)) == [forward] == [forward.decided(key(BOTH), {"lowering": "heads"})]
-    with pytest.raises(PlanError, match="is another lowering"):
+    with pytest.raises(PlanError, match="is no candidate on sm_90a"):
         forward.decided(key(BOTH), {"lowering": "strip"})
     assert set(made.heads) == {"forward"}
     assert set(made.strip) == {"backward", "decode"}

@@ -173,7 +173,8 @@ def _heads(choice: Choice, spec: Spec, target: Target, tables: Sequence[Table]) 
     has one.
     """
     key = heads.key(spec)
-    if (choice.pass_name, choice.backend) != ("forward", "cuda") or not any(key in table.decisions for table in tables):
+    named = next((table.decisions[key] for table in tables if key in table.decisions), None)
+    if (choice.pass_name, choice.backend) != ("forward", "cuda") or named != heads.FIELDS:
         return None
     try:
         return heads.candidates(choice.pass_name, spec, target)[0]

@@ -36,7 +36,7 @@ from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
 from .kernels import CHUNKS, MIN_CHUNK, WAVES, HeadsKernel, OutputsKernel, StatisticsKernel
 
 MAX_DIM = 64  # upper limit of head dims: outputs of 16 heads and 32 rows then take half of the registers
-_FIELDS: Fields = {"lowering": "heads"}
+FIELDS: Fields = {"lowering": "heads"}  # of the decision for this lowering
 _OTHERS = ("kernel", "post_kernel", *EXPRESSIONS, "visible", "sink", "packed", "dropout", "page_size")
 
 
@@ -103,7 +103,7 @@ class HeadsForward(PassPlan):
         return moved * MAX_HEADS / Stages(self.spec).heads / SHARED_BYTES_PER_CYCLE
 
     def decisions(self) -> Mapping[str, Fields]:
-        return {key(self.spec): _FIELDS}
+        return {key(self.spec): FIELDS}
 
     def alternatives(self, key: str) -> Sequence[HeadsForward]:
         self.check_key(key)
@@ -111,8 +111,8 @@ class HeadsForward(PassPlan):
 
     def decided(self, key: str, fields: Fields) -> HeadsForward:
         self.check_key(key)
-        if fields != _FIELDS:
-            raise PlanError(explain(key, describe(fields), "is another lowering", describe(_FIELDS)))
+        if fields != FIELDS:
+            raise PlanError(explain(key, describe(fields), f"is no candidate on {self.target}", describe(FIELDS)))
         return self
 
     def decision_cost(self, key: str) -> float:
@@ -153,15 +153,23 @@ def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[HeadsForw
         PlanError: these kernels cannot compute the pass; the message says why.
     """
     if pass_name != "forward":
-        raise PlanError(explain("pass", pass_name, "heads mix on the chip in the forward pass only", "forward"))
+        raise PlanError(explain("pass", pass_name, "the lowering heads has no kernels for it", "forward"))
     if reason := why_not(spec, target):
-        raise PlanError(explain("spec", spec.to_dict(), reason, "the lowering strip"))
+        rule = f"the lowering heads has no kernels for it: {reason}"
+        raise PlanError(explain("spec", spec.to_dict(), rule, "the lowering strip"))
     return [HeadsForward(spec, target.name)]
 
 
 def from_fields(pass_name: str, spec: Spec, target: str, decisions: Mapping[str, Fields]) -> HeadsForward:
-    """Return the plan."""
-    return HeadsForward(spec, target)
+    """Return the plan with these decisions.
+
+    Raises:
+        PlanError: these kernels cannot compute the pass, or a decision is for another lowering.
+    """
+    plan = candidates(pass_name, spec, get_target(target))[0]
+    for name, fields in decisions.items():
+        plan = plan.decided(name, fields)
+    return plan
 
 
 def flop_per_score(pass_name: str, spec: Spec) -> int:
