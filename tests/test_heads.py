@@ -14,9 +14,11 @@ from mtagen import Plan, Spec, plan
 from mtagen.codegen import cuda, render
 from mtagen.errors import PlanError
 from mtagen.planner import get_target
+from mtagen.planner.heads.kernels import OutputsKernel
 from mtagen.planner.heads.passes import HeadsForward, candidates, key, why_not
 from mtagen.planner.passes import rounds_alike
 from mtagen.planner.strip.passes import StripPass
+from mtagen.planner.strip.stages import PROBABILITY_SCALE
 from mtagen.planner.tables import SHIPPED, Table
 from mtagen.runtime.nvrtc import compile_cubin
 from mtagen.runtime.offline import usage_of_cubins
@@ -92,6 +94,16 @@ def test_plan() -> None:
         forward.decided(key(BOTH), {"lowering": "strip"})
     assert set(made.heads) == {"forward"}
     assert set(made.strip) == {"backward", "decode"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "scale"), [({}, 1.0), ({"dtype": "fp16"}, 2.0**-8), ({"dtype": "fp16", "post_mixed_heads": None}, 1.0)]
+)
+def test_scale_of_probabilities(changed: dict[str, Any], scale: float) -> None:
+    """Fp16 holds probabilities times the scale, but not sums of them with large factors."""
+    outputs = OutputsKernel(replace(BOTH, **changed), "sm_90a")
+    assert outputs.share_scale == scale
+    assert outputs.share_scale * outputs.output_scale * PROBABILITY_SCALE == 1
 
 
 def test_host_modules() -> None:
