@@ -92,8 +92,8 @@ def test_no_races(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", ["before and after", "before, fp16"])
 @pytest.mark.parametrize("slope", [30.0, -30.0])
 def test_scores_far_apart(slope: float, name: str, folder: Path) -> None:
-    """Scores that grow or fall by 60 along the keys, from 200 below zero on: rows need new references, and sums of
-    chunks differ by many orders of magnitude.
+    """Scores grow from -200 to -140 along the keys, or fall to -260: rows need new references, and sums of chunks
+    differ by many orders of magnitude.
     """
     heads, spec = CASES[name]
     spec = replace(spec, causal=False)

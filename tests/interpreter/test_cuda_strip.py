@@ -93,9 +93,9 @@ def test_training(heads: int, stages: dict[str, Any], folder: Path) -> None:
     ("heads", "stages"),
     [
         (16, {"mixed_heads": 16, "post_mixed_heads": 16}),
-        (12, {"mixed_heads": 12, "window": (20, -1), "dtype": "bf16"}),
+        (12, {"mixed_heads": 12, "window": (20, -1)}),
     ],
-    ids=["16 heads before and after", "12 heads before, in a window, bf16"],
+    ids=["16 heads before and after", "12 heads before, in a window"],
 )
 def test_training_with_heads_mixed_on_the_chip(heads: int, stages: dict[str, Any], folder: Path) -> None:
     """The lowering "heads" makes the forward pass, and strips the backward pass, with its log-sum-exps."""
