@@ -13,6 +13,7 @@ from difflib import unified_diff
 from pathlib import Path
 
 import pytest
+from on_chip import mixed_on_chip
 
 import mtagen
 from mtagen import PlanError, Spec, plan
@@ -75,6 +76,7 @@ CPU, CUDA, PORTABLE_CUDA, TRITON = (
     for target, backend in (("cpu", "auto"), ("sm_90a", "cuda"), ("sm_80", "cuda"), ("sm_90a", "triton"))
 )
 STRIP = STRIPS[0]
+ON_CHIP = mixed_on_chip(Spec(None, 64, mixed_heads=16, post_mixed_heads=16))
 MIXED = plan(Spec((6, 11), 64, 128), "sm_90a")  # CUDA has one head dim in backward passes
 
 
@@ -157,12 +159,12 @@ touch "$last"/mta_new.cu
     assert emitted(folder) == {"mta_old.cu": "old"}
 
 
-@pytest.mark.parametrize("made", [TRITON, CUDA, MIXED, STRIP], ids=name_of)
+@pytest.mark.parametrize("made", [TRITON, CUDA, MIXED, STRIP, ON_CHIP], ids=name_of)
 def test_a_file_for_each_source(made: Plan, tmp_path: Path) -> None:
     sources = render(made)
     assert sources.kernels.keys() == made.cuda.keys()
     names = {f"{made.cuda[name].name}.cu": text for name, text in sources.kernels.items()}
-    lowered = {"tile": made.tile, "lift": made.lift, "strip": made.strip}
+    lowered = {"tile": made.tile, "heads": made.heads, "lift": made.lift, "strip": made.strip}
     hosts = {name: f"mta_{lowering}_{made.suffix}.py" for lowering, passes in lowered.items() for name in passes}
     assert sources.hosts == hosts
     names |= {file: sources.files[file] for file in hosts.values()}
@@ -263,7 +265,12 @@ def test_modules_are_clean(made: Plan, tmp_path: Path) -> None:
         assert_clean(text, tmp_path / name)
 
 
-@pytest.mark.parametrize("made", [*(one for one in VARIANTS if one.tile), *CUDA_STRIPS], ids=name_of)
+def test_module_of_heads_mixed_on_the_chip_is_clean(tmp_path: Path) -> None:
+    sources = render(ON_CHIP)
+    assert_clean(sources.files[sources.hosts["forward"]], tmp_path / sources.hosts["forward"])
+
+
+@pytest.mark.parametrize("made", [*(one for one in VARIANTS if one.tile), *CUDA_STRIPS, ON_CHIP], ids=name_of)
 def test_cuda_sources_are_clean(made: Plan) -> None:
     """They hold no marks of Jinja's, and blank lines as a formatter leaves them."""
     for source in render(made).kernels.values():

@@ -16,6 +16,7 @@ from unittest import mock
 
 import jinja2
 from jinja2 import meta, nodes
+from on_chip import mixed_on_chip
 
 from mtagen import Spec, codegen, plan
 from mtagen.planner.geometry.mask import Mask
@@ -97,6 +98,7 @@ def uses() -> dict[str, Use]:
     with mock.patch.object(jinja2.Template, "render", noting):
         for options, target, backend in REQUESTS:
             codegen.render(plan(Spec(**options), target, backend))
+        codegen.render(mixed_on_chip(Spec(None, 64, mixed_heads=16)))
     return found
 
 

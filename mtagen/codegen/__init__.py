@@ -60,6 +60,8 @@ def render(plan: Plan) -> Sources:
 
     if plan.tile:
         add_host(cuda.host_name(plan), cuda.render_host(plan), plan.tile)
+    if plan.heads:
+        add_host(cuda.heads_host_name(plan), cuda.render_heads_host(plan), plan.heads)
     if plan.lift:
         lift = LiftModule.of(plan.lift.values())
         add_host(lift.name, triton.render(lift), plan.lift)

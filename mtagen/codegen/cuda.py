@@ -78,6 +78,18 @@ def render_host(plan: Plan) -> str:
     return _environment().get_template("host.py.j2").render(**context, cuda=cuda, version=__version__)
 
 
+def heads_host_name(plan: Plan) -> str:
+    """Return the name of the module that launches the kernels of the lowering "heads"."""
+    return f"mta_heads_{plan.suffix}"
+
+
+def render_heads_host(plan: Plan) -> str:
+    """Render the Python module that launches the kernels of the lowering "heads"."""
+    forward = plan.heads["forward"]
+    context = {"name": heads_host_name(plan), "spec": plan.spec, "target": plan.target, "plan": forward}
+    return _environment().get_template("heads_host.py.j2").render(**context, cuda=forward.cuda, version=__version__)
+
+
 @cache
 def _environment() -> jinja2.Environment:
     templates = environment("cuda")

@@ -3,9 +3,11 @@
 Users name backends. If the only stage is a convolution before the softmax, ``triton`` uses the
 lowering "lift" (:mod:`.lift`) and ``cuda`` the lowering "tile" (:mod:`.tile`). With other stages,
 with a function of scores before the convolution, or with a convolution and a mask that is no
-window, both use the lowering "strip" (:mod:`.strip`); ``cuda`` has kernels for most roles there, and
-Triton's kernels do the rest. If "tile" cannot fuse a backward pass, because its head dims are too
-wide or differ, ``cuda`` uses strips where it has the kernels. ``torch`` runs tiled PyTorch ops.
+window, both use the lowering "strip" (:mod:`.strip`); ``cuda`` has kernels for most roles there,
+and Triton's kernels do the rest. If a table says so, ``cuda`` mixes heads on the chip in the
+forward pass, by the lowering "heads" (:mod:`.heads`). If "tile" cannot fuse a backward pass,
+because its head dims are too wide or differ, ``cuda`` uses strips where it has the kernels.
+``torch`` runs tiled PyTorch ops.
 
 Where both ``cuda`` and ``triton`` can do a pass, ``auto`` takes the one that is expected to be
 faster, and CUDA where they are close. The expected ratio of times is measured if a table
@@ -28,6 +30,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 from ..errors import PlanError, explain
 from ..spec import Spec
 from . import torch_ops
+from .heads import passes as heads
 from .lift import passes as lift
 from .passes import Fields, PassPlan, passes_of, rounds_alike
 from .strip import passes as strip
@@ -63,13 +66,13 @@ class Lowering(Protocol):
 def lowerings(backend: str, spec: Spec) -> Mapping[str, Lowering]:
     """Return a backend's lowerings for a spec by name.
 
-    The first that has candidates makes a pass.
+    The first that has candidates makes a pass, unless a table names the lowering "heads".
     """
     if backend not in GENERATED:
         return {"tiled ops": torch_ops}
-    strips = {"strip": strip.LOWERINGS[backend]}
+    strips: Mapping[str, Lowering] = {"strip": strip.LOWERINGS[backend]}
     if why_unfused(spec, backend):
-        return strips
+        return {**strips, "heads": heads} if backend == "cuda" else strips
     return {"tile": tile, **strips} if backend == "cuda" else {"lift": lift}
 
 
@@ -151,7 +154,8 @@ def plan_pass(choice: Choice, spec: Spec, target: Target, tables: Sequence[Table
     Raises:
         PlanError: the backend has no plan; the message names the limit.
     """
-    plan, sources = candidates(choice.backend, choice.pass_name, spec, target)[0], {}
+    plan, sources = _heads(choice, spec, target, tables), {}
+    plan = plan or candidates(choice.backend, choice.pass_name, spec, target)[0]
     for key in plan.decisions():
         sources[key] = COST_MODEL if len(plan.alternatives(key)) > 1 else ONLY_ONE
         for table in tables:
@@ -163,6 +167,20 @@ def plan_pass(choice: Choice, spec: Spec, target: Target, tables: Sequence[Table
                 sources[key] = table.source
                 break
     return PlannedPass(plan, choice.reason, tuple(sources.items()))
+
+
+def _heads(choice: Choice, spec: Spec, target: Target, tables: Sequence[Table]) -> PassPlan | None:
+    """Return the plan of the lowering "heads" if a table says that it is faster than strips, and it
+    has one.
+    """
+    key = heads.key(spec)
+    named = next((table.decisions[key] for table in tables if key in table.decisions), None)
+    if (choice.pass_name, choice.backend) != ("forward", "cuda") or named != heads.FIELDS:
+        return None
+    try:
+        return heads.candidates(choice.pass_name, spec, target)[0]
+    except PlanError:  # the table may be that of another target
+        return None
 
 
 def choose_backends(

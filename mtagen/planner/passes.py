@@ -34,11 +34,12 @@ class PassPlan(ABC):
     and candidates differ in them.
 
     Attributes:
-        lowering: ``lift``, ``tile``, ``strip`` or ``tiled ops``.
+        lowering: ``lift``, ``tile``, ``strip``, ``heads`` or ``tiled ops``.
         backend: ``triton``, ``cuda`` or ``torch``.
         spec: the request.
         target: name of the target.
         pass_name: one of ``PASSES``.
+        rounds_as: the lowering whose scores are rounded like those of this pass; empty for its own.
         sums_again: whether a backward pass normalises each row of P again, see
             :func:`rounds_alike`.
     """
@@ -48,6 +49,7 @@ class PassPlan(ABC):
     spec: Spec
     target: str
     pass_name: str
+    rounds_as: str = ""
     sums_again: bool = False
 
     @property
@@ -112,10 +114,10 @@ def rounds_alike(forward: PassPlan, backward: PassPlan) -> bool:
     The backward pass takes P = exp(C - lse), where C are its own scores and lse is that of the
     forward pass. If two lowerings or backends round scores differently, the rows of P do not sum to
     1, and the gradients are less accurate than those of either. So both passes must have the same
-    lowering and backend, unless the backward pass normalises each row of P again.
+    backend and lowerings that round alike, unless the backward pass normalises each row of P again.
     """
-    alike = (forward.lowering, forward.backend) == (backward.lowering, backward.backend)
-    return alike or backward.sums_again
+    alike = (forward.rounds_as or forward.lowering) == (backward.rounds_as or backward.lowering)
+    return (alike and forward.backend == backward.backend) or backward.sums_again
 
 
 def check_convolves_only(spec: Spec, backend: str) -> None:

@@ -24,6 +24,8 @@ from .choice import (
 )
 from .geometry.mask import Mask
 from .geometry.stencil import pipeline_stencil
+from .heads.kernels import HeadsKernel
+from .heads.passes import HeadsForward, why_not
 from .lift.passes import LiftPass
 from .names import suffix
 from .passes import Fields, PassPlan, describe, passes_of
@@ -90,11 +92,18 @@ class Plan:
         return {plan.pass_name: plan for plan in plans if isinstance(plan, StripPass)}
 
     @cached_property
-    def cuda(self) -> Mapping[str, TilePass | StripSource]:
+    def heads(self) -> Mapping[str, HeadsForward]:
+        """The passes of the lowering "heads", by name."""
+        plans = (planned.plan for planned in self.passes)
+        return {plan.pass_name: plan for plan in plans if isinstance(plan, HeadsForward)}
+
+    @cached_property
+    def cuda(self) -> Mapping[str, TilePass | HeadsKernel | StripSource]:
         """The plans from which CUDA sources are printed, by role: fused passes, and kernels of
-        strips.
+        strips and of mixings on the chip.
         """
-        passes: tuple[TilePass | StripPass, ...] = (*self.tile.values(), *self.strip.values())
+        passes: tuple[TilePass | HeadsForward | StripPass, ...]
+        passes = (*self.tile.values(), *self.heads.values(), *self.strip.values())
         return {role: source for plan in passes for role, source in plan.cuda.items()}
 
     @property
@@ -193,6 +202,9 @@ class Plan:
             ]
         for reason in dict.fromkeys(why_unfused(spec, strip.backend) for strip in self.strip.values()):
             rows += [("choice", "lowering", f"strip: {reason}")] if reason else []
+        if spec.mixed and "forward" in self.strip and self.strip["forward"].backend == "cuda":
+            reason = why_not(spec, get_target(self.target)) or "no table says that mixing heads on the chip is faster"
+            rows.append(("choice", "forward lowering", f"strip: {reason}"))
         forward = pipeline_stencil(spec)
         backward = forward.then(forward.adjoint())
         for name, stencil in (("forward", forward), ("backward", backward)):

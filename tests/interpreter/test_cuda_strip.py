@@ -14,6 +14,7 @@ import pytest
 import torch
 from emulator import load_emulated
 from host_functions import retiled
+from on_chip import mixed_on_chip
 from paged import contiguous, draw
 from torch import Tensor
 
@@ -89,6 +90,24 @@ def test_training(heads: int, stages: dict[str, Any], folder: Path) -> None:
     for sizes in (Sizes(2, heads, heads // 2, 17, 17), Sizes(1, heads, 1, 13, 140), Sizes(1, heads, heads, 75, 13)):
         assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes))
     assert not problems.failures(op, op.plan.spec, problems.random(op.plan.spec, Sizes(8, heads, heads, 1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("heads", "stages"),
+    [
+        (16, {"mixed_heads": 16, "post_mixed_heads": 16}),
+        (12, {"mixed_heads": 12, "window": (20, -1)}),
+    ],
+    ids=["16 heads before and after", "12 heads before, in a window"],
+)
+def test_training_with_heads_mixed_on_the_chip(heads: int, stages: dict[str, Any], folder: Path) -> None:
+    """The lowering "heads" makes the forward pass, and strips the backward pass, with its log-sum-exps."""
+    made = mixed_on_chip(Spec(**({"kernel": None, "head_dim": 16, "dtype": "fp16"} | stages)))
+    assert made["forward"].lowering == "heads"
+    load_emulated(made, folder)
+    op = assemble(made, torch_on_cpu=False)
+    for sizes in (Sizes(2, heads, heads // 2, 17, 17), Sizes(1, heads, 1, 13, 140), Sizes(1, heads, heads, 75, 13)):
+        assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes))
 
 
 def test_training_in_other_forms(folder: Path) -> None:

@@ -6,7 +6,7 @@ from ...errors import PlanError, explain
 from ...spec import Spec
 from ..targets import TARGETS, Target
 
-_DTYPES = ("bf16", "fp16")
+DTYPES = ("bf16", "fp16")
 
 
 def check_backend(spec: Spec, target: Target) -> None:
@@ -15,8 +15,8 @@ def check_backend(spec: Spec, target: Target) -> None:
     Raises:
         PlanError: one of them is missing.
     """
-    if spec.dtype not in _DTYPES:
-        raise PlanError(explain("dtype", spec.dtype, "the cuda backend supports 16-bit dtypes only", _DTYPES))
+    if spec.dtype not in DTYPES:
+        raise PlanError(explain("dtype", spec.dtype, "the cuda backend supports 16-bit dtypes only", DTYPES))
     if "mma" not in target.matrix:
         legal = tuple(name for name, row in TARGETS.items() if "mma" in row.matrix)
         raise PlanError(

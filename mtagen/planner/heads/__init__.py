@@ -1,0 +1,1 @@
+"""The lowering "heads": CUDA kernels that mix heads on the chip, without planes of scores."""

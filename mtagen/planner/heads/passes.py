@@ -1,0 +1,184 @@
+"""Plans of the lowering "heads", which mixes heads in the forward pass without planes of scores.
+
+A mixed score needs the scores of all heads of its group. So a CTA takes a block of rows of a bundle
+of heads, which mix only with each other, and streams tiles of a few keys. Warps that own heads and
+warps that own rows exchange each tile through shared memory. Probabilities that are mixed after the
+softmax need the sums of their rows first, so one kernel sums exponentials, and a second one
+computes outputs.
+
+A table must name this lowering, because its time is known only for a sketch of its kernels: see
+``benchmarks/notes/strips.md``. Otherwise strips make the forward pass.
+
+The backward pass is that of strips. It takes log-sum-exps of scores that both lowerings round
+alike: fp16 in the scale of planes, mixed by matrices that are rounded to fp16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from sympy import ceiling
+
+from ...errors import PlanError, explain
+from ...spec import EXPRESSIONS, Spec
+from ..cuda.supported import DTYPES
+from ..geometry.affine import N_Q, Size
+from ..geometry.mask import Mask
+from ..kernel import Buffer, Kernel
+from ..names import other_stages
+from ..passes import Fields, PassPlan, describe
+from ..sizes import BATCH, HEADS
+from ..strip.row_shared import MAX_HEADS
+from ..strip.stages import Stages
+from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
+from .kernels import CHUNKS, MIN_CHUNK, WAVES, HeadsKernel, OutputsKernel, StatisticsKernel
+
+MAX_DIM = 64  # upper limit of head dims: outputs of 16 heads and 32 rows then take half of the registers
+FIELDS: Fields = {"lowering": "heads"}  # of the decision for this lowering
+_OTHERS = (
+    *("kernel", "post_kernel", "dynamic_ranks", "post_dynamic_ranks", *EXPRESSIONS),
+    *("visible", "sink", "packed", "dropout", "page_size"),
+)
+
+
+@dataclass(frozen=True)
+class HeadsForward(PassPlan):
+    """The forward pass of a spec whose heads mix. Its only decision is that for this lowering.
+
+    Attributes:
+        spec: the request.
+        target: name of the target.
+    """
+
+    spec: Spec
+    target: str
+
+    lowering = "heads"
+    backend = "cuda"
+    pass_name = "forward"
+    rounds_as = "strip"
+
+    @cached_property
+    def cuda(self) -> Mapping[str, HeadsKernel]:
+        """The CUDA kernels, by role."""
+        return {kind.role: kind(self.spec, self.target) for kind in (StatisticsKernel, OutputsKernel)}
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        return tuple(source.kernel for source in self.cuda.values())
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The buffers that the host allocates."""
+        bundles = BATCH * ceiling(HEADS / Stages(self.spec).heads)
+        return (
+            Buffer("out", "q", (BATCH, HEADS, N_Q, self.spec.value_head_dim)),
+            Buffer("lse", "fp32", (BATCH, HEADS, N_Q)),
+            Buffer("partial", "fp32", (CHUNKS, bundles, N_Q, MAX_HEADS)),
+        )
+
+    @property
+    def blocks(self) -> Size:
+        """Number of blocks of rows of the kernel of sums."""
+        return self.cuda["statistics"].blocks
+
+    @property
+    def slots(self) -> int:
+        """Number of CTAs of the kernel of sums from which on keys are not divided."""
+        return self.waves * get_target(self.target).multiprocessors
+
+    @property
+    def waves(self) -> int:
+        """Number of CTAs of the kernel of sums for each multiprocessor."""
+        return WAVES
+
+    @property
+    def min_chunk(self) -> int:
+        """Least number of keys of a chunk if there are several."""
+        return MIN_CHUNK
+
+    @property
+    def cost(self) -> float:
+        """Modelled multiprocessor cycles per score: those of shared memory, if bundles are full."""
+        moved = sum(source.moved for source in self.cuda.values())
+        return moved * MAX_HEADS / Stages(self.spec).heads / SHARED_BYTES_PER_CYCLE
+
+    def decisions(self) -> Mapping[str, Fields]:
+        return {key(self.spec): FIELDS}
+
+    def alternatives(self, key: str) -> Sequence[HeadsForward]:
+        self.check_key(key)
+        return [self]
+
+    def decided(self, key: str, fields: Fields) -> HeadsForward:
+        self.check_key(key)
+        if fields != FIELDS:
+            raise PlanError(explain(key, describe(fields), f"is no candidate on {self.target}", describe(FIELDS)))
+        return self
+
+    def decision_cost(self, key: str) -> float:
+        self.check_key(key)
+        return self.cost
+
+    def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
+        for role, source in self.cuda.items():
+            yield self.pass_name, role, source.summary
+
+
+def key(spec: Spec) -> str:
+    """Return the key by which a table says that the forward pass of a spec mixes heads on the chip."""
+    shape = f"{Mask.of(spec).name} {other_stages(spec)} d{spec.head_dim} dv{spec.value_head_dim}"
+    return f"lowering forward {shape} {spec.dtype}"
+
+
+def why_not(spec: Spec, target: Target) -> str:
+    """Return the reason why these kernels cannot compute the forward pass of a spec; empty if they can."""
+    stages = Stages(spec)
+    if not (stages.mix or stages.post_mix):
+        return "no heads mix"
+    if others := [name for name in _OTHERS if getattr(spec, name)]:
+        return f"kernels that mix heads on the chip lack {', '.join(others)}"
+    if stages.heads > MAX_HEADS or stages.post_is_separate:
+        return f"at most {MAX_HEADS} heads mix with each other on the chip"
+    if any(d > MAX_DIM or d % 16 for d in (spec.head_dim, spec.value_head_dim)):
+        return f"heads mix on the chip at head dims up to {MAX_DIM} in multiples of 16"
+    if spec.dtype not in DTYPES or "wgmma" not in target.matrix:
+        return f"heads mix on the chip in {' and '.join(DTYPES)} on sm_90a"
+    return ""
+
+
+def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[HeadsForward]:
+    """Return the plan of the forward pass.
+
+    Raises:
+        PlanError: these kernels cannot compute the pass; the message says why.
+    """
+    if pass_name != "forward":
+        raise PlanError(explain("pass", pass_name, "the lowering heads has no kernels for it", "forward"))
+    if reason := why_not(spec, target):
+        rule = f"the lowering heads has no kernels for it: {reason}"
+        raise PlanError(explain("spec", spec.to_dict(), rule, "the lowering strip"))
+    return [HeadsForward(spec, target.name)]
+
+
+def from_fields(pass_name: str, spec: Spec, target: str, decisions: Mapping[str, Fields]) -> HeadsForward:
+    """Return the plan with these decisions.
+
+    Raises:
+        PlanError: these kernels cannot compute the pass, or a decision is for another lowering.
+    """
+    plan = candidates(pass_name, spec, get_target(target))[0]
+    for name, fields in decisions.items():
+        plan = plan.decided(name, fields)
+    return plan
+
+
+def flop_per_score(pass_name: str, spec: Spec) -> int:
+    """Return the flop per (row, key) pair of the forward pass, 2 per multiply-add.
+
+    Scores are computed and mixed twice.
+    """
+    scores = spec.head_dim + (spec.mixed_heads or 0)
+    return 2 * (2 * scores + (spec.post_mixed_heads or 0) + spec.value_head_dim)

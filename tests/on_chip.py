@@ -1,0 +1,12 @@
+"""Plans that mix heads on the chip, which a table asks for."""
+
+from __future__ import annotations
+
+from mtagen import Plan, Spec, plan
+from mtagen.planner.heads.passes import key
+from mtagen.planner.tables import SHIPPED, Table
+
+
+def mixed_on_chip(spec: Spec, target: str = "sm_90a", backend: str = "cuda") -> Plan:
+    """The plan of a spec, with the lowering "heads" in the forward pass if it has a plan."""
+    return plan(spec, target, backend, tables=(Table(SHIPPED, {key(spec): {"lowering": "heads"}}),))  # type: ignore[arg-type]

@@ -1,0 +1,142 @@
+"""Plans of the lowering "heads", and its kernels as CUDA's compiler makes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from on_chip import mixed_on_chip
+
+from mtagen import Plan, Spec, plan
+from mtagen.codegen import cuda, render
+from mtagen.errors import PlanError
+from mtagen.planner import get_target
+from mtagen.planner.heads.kernels import OutputsKernel
+from mtagen.planner.heads.passes import HeadsForward, candidates, key, why_not
+from mtagen.planner.passes import rounds_alike
+from mtagen.planner.strip.passes import StripPass
+from mtagen.planner.strip.stages import PROBABILITY_SCALE
+from mtagen.planner.tables import SHIPPED, Table
+from mtagen.runtime.nvrtc import compile_cubin
+from mtagen.runtime.offline import usage_of_cubins
+
+BOTH = Spec(None, 64, mixed_heads=16, post_mixed_heads=16)
+SM90 = get_target("sm_90a")
+STACK = 40  # bytes of a thread
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, ""),
+        ({"post_mixed_heads": None, "causal": False, "window": (40, 7), "dtype": "fp16"}, ""),
+        ({"mixed_heads": 4, "post_mixed_heads": 2, "head_dim": 32, "value_head_dim": 48}, ""),
+        ({"kernel": (6, 11)}, "kernels that mix heads on the chip lack kernel"),
+        ({"packed": True, "dropout": True}, "kernels that mix heads on the chip lack packed, dropout"),
+        ({"logits": "s / 2", "sink": True}, "kernels that mix heads on the chip lack logits, sink"),
+        ({"mixed_heads": 20, "post_mixed_heads": None}, "at most 16 heads mix with each other on the chip"),
+        ({"mixed_heads": 3}, "at most 16 heads mix with each other on the chip"),
+        ({"head_dim": 128, "value_head_dim": None}, "heads mix on the chip at head dims up to 64 in multiples of 16"),
+        ({"value_head_dim": 24}, "heads mix on the chip at head dims up to 64 in multiples of 16"),
+    ],
+)
+def test_which_specs_mix_on_the_chip(changed: dict[str, Any], reason: str) -> None:
+    spec = replace(BOTH, **changed)
+    assert why_not(spec, SM90) == reason
+    made = mixed_on_chip(spec)
+    assert made["forward"].lowering == ("strip" if reason else "heads")
+    assert {one.plan.lowering for one in made.passes[1:]} == {"strip"}
+    if not reason:
+        assert "lowering=heads (measured)" in str(made)
+    else:
+        assert f"strip: {reason}" in str(made)
+        with pytest.raises(PlanError, match=re.escape(reason)):
+            candidates("forward", spec, SM90)
+
+
+def test_other_requests_have_strips() -> None:
+    rule = "heads mix on the chip in bf16 and fp16 on sm_90a"
+    assert why_not(replace(BOTH, dtype="fp32"), SM90) == why_not(BOTH, get_target("sm_80")) == rule
+    assert why_not(Spec((6, 11), 64), SM90) == "no heads mix"
+    assert mixed_on_chip(BOTH, "sm_80")["forward"].lowering == "strip"
+    assert mixed_on_chip(BOTH, backend="triton")["forward"].lowering == "strip"
+    for pass_name in ("backward", "decode"):
+        with pytest.raises(PlanError, match="the lowering heads has no kernels for it"):
+            candidates(pass_name, BOTH, SM90)
+
+
+def test_a_table_asks_for_them() -> None:
+    """As long as no GPU has been measured, the shipped table does not."""
+    made = plan(BOTH, "sm_90a")
+    assert made["forward"].lowering == "strip"
+    assert "strip: no table says that mixing heads on the chip is faster" in str(made)
+    assert key(BOTH) == "lowering forward causal mix16_postmix16 d64 dv64 bf16"
+    other = Table(SHIPPED, {key(replace(BOTH, dtype="fp16")): {"lowering": "heads"}})
+    assert plan(BOTH, "sm_90a", tables=(other,))["forward"].lowering == "strip"
+    assert mixed_on_chip(BOTH, backend="auto")["forward"].lowering == "heads"
+    tables = [Table(SHIPPED, {key(BOTH): {"lowering": name}}) for name in ("strip", "heads")]
+    assert plan(BOTH, "sm_90a", tables=tables)["forward"].lowering == "strip"  # the first table decides
+
+
+def test_plan() -> None:
+    made = mixed_on_chip(BOTH)
+    assert Plan.from_json(made.to_json()) == made
+    forward = made["forward"]
+    assert forward == HeadsForward(BOTH, "sm_90a")
+    assert forward.cost > 0
+    assert rounds_alike(forward, made["backward"])
+    assert not rounds_alike(forward, StripPass(BOTH, "sm_90a", "backward", "triton"))
+    assert forward.alternatives(key(BOTH)) == [forward] == [forward.decided(key(BOTH), {"lowering": "heads"})]
+    with pytest.raises(PlanError, match="is no candidate on sm_90a"):
+        forward.decided(key(BOTH), {"lowering": "strip"})
+    assert set(made.heads) == {"forward"}
+    assert set(made.strip) == {"backward", "decode"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "scale"), [({}, 1.0), ({"dtype": "fp16"}, 2.0**-8), ({"dtype": "fp16", "post_mixed_heads": None}, 1.0)]
+)
+def test_scale_of_probabilities(changed: dict[str, Any], scale: float) -> None:
+    """Fp16 holds probabilities times the scale, but not sums of them with large factors."""
+    outputs = OutputsKernel(replace(BOTH, **changed), "sm_90a")
+    assert outputs.share_scale == scale
+    assert outputs.share_scale * outputs.output_scale * PROBABILITY_SCALE == 1
+
+
+def test_host_modules() -> None:
+    """The forward pass has a module of its own, which does not need Triton."""
+    sources = render(mixed_on_chip(BOTH))
+    assert sources.hosts["forward"].startswith("mta_heads_")
+    assert sources.hosts["backward"].startswith("mta_strip_")
+    assert "triton" not in sources.files[sources.hosts["forward"]]
+    assert "def forward" not in sources.files[sources.hosts["backward"]]
+    assert {*sources.kernels} >= {"statistics", "outputs"}
+    assert "softmax" not in sources.kernels
+    assert not [line for text in sources.files.values() for line in text.splitlines() if line != line.rstrip()]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        BOTH,
+        replace(BOTH, mixed_heads=None, dtype="fp16", causal=False),
+        Spec(None, 48, 32, mixed_heads=13, window=(99, 9), causal=False),
+    ],
+    ids=["before and after", "after, full, fp16", "13 heads before, a window on both sides"],
+)
+def test_compiled(spec: Spec, log: Callable[[], str]) -> None:
+    """Registers of all warps fill a multiprocessor, and hardly any lies on the stack."""
+    for source in HeadsForward(spec, "sm_90a").cuda.values():
+        ((name, used),) = usage_of_cubins(compile_cubin(cuda.render(source), "sm_90a", source.name)).items()
+        assert not log()
+        assert name == source.kernel.name
+        warps = zip(source.warps, source.registers, strict=True)
+        assert sum(32 * count * registers for count, registers in warps) <= SM90.registers_per_multiprocessor
+        assert used.registers * source.kernel.threads <= SM90.registers_per_multiprocessor
+        assert used.stack <= STACK
+        assert source.kernel.shared + used.shared <= SM90.shared_per_block + 1024
+        assert re.search(r"\bHMMA", used.assembly)
+        assert re.search(r"\bUSETMAXREG", used.assembly)
