@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import mtagen
-from mtagen import InputError, SpecError
+from mtagen import InputError, SpecError, plan
 from mtagen.check import failures
 from mtagen.cli import app
+from mtagen.codegen import emit
 from mtagen.cpu import pipeline
 from mtagen.measure.cases import Sizes
 from mtagen.nn import MultiTokenAttention
@@ -134,6 +136,18 @@ def test_traced_and_checked() -> None:
     compiled = torch.compile(lambda **tensors: op(**tensors), backend="aot_eager", fullgraph=True)
     gradients = [torch.autograd.grad(f(**named).square().sum(), [*named.values()]) for f in (op, compiled)]
     assert all(torch.equal(x, y) for x, y in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_emitted_kernels_have_no_atomics(backend: Any, tmp_path: Path) -> None:
+    """Each kernel of the plan is in a source."""
+    spec = Spec(None, 64, mixed_heads=16, dynamic_ranks=(2, 2), post_mixed_heads=16, post_dynamic_ranks=(1, 0))
+    made = plan(spec, "sm_90a", backend)
+    text = "".join(Path(path).read_text() for path in emit(made, tmp_path))
+    names = {kernel.name for one in made.strip.values() for kernel in one.kernels}
+    assert len(names) > 15
+    assert all(f"{name}(" in text for name in names)
+    assert "atomic" not in text.replace("without atomics", "")
 
 
 # ---- The layer
