@@ -58,7 +58,11 @@ def main_kernels(planned: Plan, usage: dict[str, Usage]) -> list[tuple[Kernel, U
     return [(kernels[name], usage[kernels[name].name]) for name in names.values()]
 
 
-@pytest.mark.parametrize("stages", [{"kernel": (6, 11)}, {"kernel": (3, 3), "mixed_heads": 4}], ids=str)
+@pytest.mark.parametrize(
+    "stages",
+    [{"kernel": (6, 11)}, pytest.param({"kernel": (3, 3), "mixed_heads": 4}, marks=pytest.mark.sweep)],
+    ids=str,
+)
 def test_pages(stages: dict[str, Any]) -> None:
     """Steps of decoding, and chunks, that read keys from pages compile."""
     for packed, pass_name in ((False, "decode"), (True, "forward")):
