@@ -43,10 +43,10 @@ OF_HEADS = {
     "logits": "s / 2 - slopes[h] * (i - j) / 16 + shifts[b, h] * log(abs(i - j) + 1)",
     "parameters": {"slopes": "h", "shifts": "b,h"},
 }
-# Tables whose entries are not in the order of distances; an entry for each distance, which is multiplied by it.
+# Tables whose entries are not in the order of distances, and with an entry for all far keys on each side.
 BY_DISTANCE = {
-    "logits": "s + t[h, min(40, abs(i - j))] + u[h, max(0, min(300, i - j + 100))] * (i - j) / 100",
-    "parameters": {"t": "h,41", "u": "h,301"},
+    "logits": "s + t[h, min(40, abs(i - j))] + u[h, max(0, min(60, i - j + 30))] * (i - j) / 100",
+    "parameters": {"t": "h,41", "u": "h,61"},
 }
 
 

@@ -77,14 +77,14 @@ def test_pairs(folder: Path) -> None:
     """Each gradient is written once, those of hidden pairs are zeros. There are fewer queries than keys."""
     spec = Spec((3, 3), 32, window=(70, -1), **OF_PAIRS)
     op = op_of(spec, "sm_90a", folder, 1)
-    assert not failures(op, spec, torch.device("cpu"), [Sizes(2, 2, 1, 133, 150)])
+    assert not failures(op, spec, torch.device("cpu"), [Sizes(2, 2, 1, 133, 210)])
 
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
 def test_tables(target: str, folder: Path) -> None:
     spec = Spec((3, 3), 32, causal=False, **problems.BY_DISTANCE)
     op = op_of(spec, target, folder, 0)
-    assert not failures(op, spec, torch.device("cpu"), [Sizes(1, 2, 1, 150, 190)])
+    assert not failures(op, spec, torch.device("cpu"), [Sizes(1, 2, 1, 180, 190)])
 
 
 def test_dropout(folder: Path) -> None:

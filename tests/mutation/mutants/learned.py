@@ -112,14 +112,6 @@ MUTANTS = (
         (f"{EMULATED_LEARNED}::test_tables",),
     ),
     Mutant(
-        "parameter-sum-of-spare-pairs",
-        f"{CUDA}/parameter_sums.cuh",
-        "row + r < cta.n_q && column < OWNED && key < cta.n_k",
-        "row + r < cta.n_q && key < cta.n_k",
-        "A CTA overwrites gradients of pairs of the next CTA.",
-        (f"{EMULATED_LEARNED}::test_pairs",),
-    ),
-    Mutant(
         "parameter-sum-of-rows-without-the-sink",
         f"{CUDA}/host.py.j2",
         "of_positions += of_sink[:, :n_q]",
