@@ -296,3 +296,13 @@ def test_masks_in_tables() -> None:
     assert lowerings == {"cuda": {"tile"}, "triton": {"strip"}, "auto": {"tile"}}
     with pytest.raises(PlanError, match="visible"):
         plan(Spec((6, 11), 64, mixed_heads=2, **mask), "sm_90a", "cuda")
+
+
+@pytest.mark.parametrize("stages", [{}, {"kernel": (3, 4)}, {"mixed_heads": 2}], ids=str)
+def test_tables_of_tokens_have_no_kernels(stages: Mapping[str, object]) -> None:
+    """Kernels would sum the gradients of one number a token."""
+    spec = Spec(**{"kernel": None, **stages}, head_dim=64, logits="s + t[h, 1, j]", parameters={"t": "h,3,j"})
+    for backend in ("cuda", "triton"):
+        with pytest.raises(PlanError, match="whose gradients kernels do not sum"):
+            plan(spec, "sm_90a", backend)
+    assert plan(spec, "cpu", "torch")["backward"].lowering == "tiled ops"

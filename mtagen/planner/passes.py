@@ -151,6 +151,12 @@ def check_learned(spec: Spec, lowering: str, supported: Collection[str] = ()) ->
     if PairCondition.of(spec).is_checked and "pairs" not in supported:
         rule = f"the lowering {lowering} has no kernels for keys with gaps"
         raise PlanError(explain("visible", spec.visible, rule, "backend='triton', or backend='torch'"))
+    for name, axes in spec.parameters:
+        tokens, table = ({*axes.split(",")} & {"i", "j"}, any(axis.isdecimal() for axis in axes.split(",")))
+        if tokens and table and name not in spec.mask_parameters:
+            rule = "has a table for each token, whose gradients kernels do not sum"
+            legal = "a parameter for each entry, or backend='torch'"
+            raise PlanError(explain(f"parameters[{name!r}]", axes, rule, legal))
     for name, axes in spec.parameters if spec.packed else ():
         if name in spec.mask_parameters:
             if {"i", "j"} & {*axes.split(",")}:
