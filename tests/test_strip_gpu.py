@@ -49,10 +49,17 @@ CASES: dict[str, Case] = {  # heads, head dim, dtype, stages
     "a window": (16, 64, "bf16", layer(16) | {"window": (100, -1)}),
     "a window on both sides": (10, 128, "fp16", layer(10, None) | {"window": (200, 57), "causal": False}),
     "a window, masked by output": (4, 40, "bf16", layer(4, (3, 4), 2) | {"window": (70, -1), "mask": "output"}),
+    "matrices of tokens": (16, 64, "bf16", layer(16) | {"dynamic_ranks": (2, 2), "post_dynamic_ranks": (2, 2)}),
+    "matrices of keys after, of 8 heads": (
+        8,
+        64,
+        "fp16",
+        {"kernel": None, "post_mixed_heads": 8, "post_dynamic_ranks": (0, 1), "window": (77, 3), "causal": False},
+    ),
     "fp32": (4, 64, "fp32", layer(4)),
     "groups that share no bundle": (144, 64, "bf16", {"kernel": None, "mixed_heads": 48, "post_mixed_heads": 36}),
 }
-REPEATED = ("16 heads of 64", "10 heads of 128", "mixing of 16 heads", "groups of 2 after")
+REPEATED = ("16 heads of 64", "10 heads of 128", "mixing of 16 heads", "groups of 2 after", "matrices of tokens")
 
 pytestmark += [pytest.mark.parametrize("backend", ["auto", "triton"])]  # auto: CUDA's kernels beside Triton's
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
