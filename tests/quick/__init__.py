@@ -48,6 +48,7 @@ QUICK = frozenset(
         "test_emulated_strip.py::test_softmax[pairs of 10 heads]",
         "test_emulated_strip.py::test_softmax_backward[pairs of 10 heads]",
         "test_emulated_strip.py::test_values[of 16, full]",
+        "test_cuda_compile.py::test_parameters_compile",
         "test_dynamic.py::test_emitted_kernels_have_no_atomics[triton]",
         "test_dynamic.py::test_layer_is_that_of_the_paper",
         "test_emulated_tokens.py::test_mixing[before]",
