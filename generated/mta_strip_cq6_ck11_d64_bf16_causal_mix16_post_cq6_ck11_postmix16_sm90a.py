@@ -1105,7 +1105,7 @@ class Call:
         return self._like.new_zeros(shape, dtype=dtype)
 
     def workspace(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory of the call, of any content. A name stands for the same memory whenever it is asked for."""
+        """Memory of the call, of any content. It may be that which was asked for by the same name before."""
         return self._like.new_empty(shape, dtype=dtype)
 
     def launch(self, kernel: Any, grid: Sequence[int], *arguments: Any, **options: Any) -> None:
@@ -1312,7 +1312,7 @@ def _storage(x: torch.Tensor) -> int:
 
 
 class Recipe:
-    """What calls of equal sizes do, worked out once. It makes such a call with other tensors.
+    """The launches of calls of equal sizes, worked out once. It makes such a call with other tensors.
 
     Args:
         notes: what a call did.
@@ -1388,7 +1388,7 @@ class Recipe:
         bases = [*tensors, workspace, *results, *(workspace.view(dtype) for dtype in self._dtypes)]
         addresses = [bases[base].data_ptr() + offset for base, offset in self._pointers]
         try:
-            frame = self._frames.pop()  # of another thread's call meanwhile, the arguments are elsewhere
+            frame = self._frames.pop()  # a call of another thread meanwhile takes another frame
         except IndexError:
             frame = self._frame()
         cells, steps = frame
@@ -1423,7 +1423,7 @@ class Recipes:
     """The recipes of a module's host functions.
 
     The first call of some sizes is made launch by launch, and the second one makes the recipe. So calls whose sizes
-    always change make no recipes. Nor do calls on the CPU.
+    always change make no recipes, unless several layers share the module. Calls on the CPU make none.
     """
 
     MOST = 256  # recipes that are kept
@@ -1438,22 +1438,19 @@ class Recipes:
         """Call a function, or do by a recipe what it does.
 
         Args:
-            function: takes a :class:`Call`, the tensors and the numbers. What it does depends on the tensors' shapes
-                and strides and on the numbers.
+            function: takes a :class:`Call`, the tensors and the numbers. It does the same for all tensors of equal
+                dtypes, shapes and strides and for equal numbers. Gradients are off.
             tensors: maybe with None. The first one is on the current device.
             numbers: hashable values.
 
         Returns:
             what the function returns, a tuple.
         """
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.call(function, tensors, numbers)
         like = tensors[0]
         if self._suspended or not self.serves(like):
             return function(Call(like), *tensors, *numbers)
-        # Triton's kernels are compiled for aligned addresses and for others.
-        facts = [None if x is None else (x.shape, x.stride(), x.data_ptr() & 15) for x in tensors]
+        # Triton's kernels are compiled for dtypes, and for aligned addresses and others.
+        facts = [None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() & 15) for x in tensors]
         key = (function, like.get_device(), numbers, *facts)
         recipe = self._recipes.get(key)
         if recipe is None:
@@ -1703,6 +1700,7 @@ def _matrices(partial: torch.Tensor, n_heads: int, mixed: int, heads: int) -> to
     return blocks.permute(0, 3, 1, 2).reshape(-1, mixed, mixed)[: n_heads // mixed].contiguous()
 
 
+@torch.no_grad()
 def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
     """Attention by the stages above.
 
@@ -1804,6 +1802,7 @@ def _forward(
     return out, lse
 
 
+@torch.no_grad()
 def backward(
     grad_out, grad_lse, q, k, v, weight, head_weight, post_weight, post_head_weight, out, lse, scale,
     *, deterministic=True,
@@ -1987,6 +1986,7 @@ def _backward(
     return dq, dk, dv, mix_partial, post_mix_partial, convolution_partial, post_convolution_partial
 
 
+@torch.no_grad()
 def decode(
     q_tail, k_cache, v_cache, weight, head_weight, post_weight, post_head_weight,
     scale, cache_seqlens=None, num_splits=None,

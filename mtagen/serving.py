@@ -20,7 +20,7 @@ from .call import document_of
 from .errors import InputError, explain
 from .ops.append import BEFORE_START, NOWHERE, REPLACED, Append, Places, append
 from .ops.attention import AttentionOp
-from .ops.checks import may_read
+from .ops.checks import check_boundaries, may_read
 from .ops.pages import check_no_gradients, check_table
 from .spec import as_int
 
@@ -36,7 +36,7 @@ class Step:
     requests.
 
     Attributes:
-        sizes: slots, ``size`` and ``context`` of the rings for which it was made.
+        sizes: pages, slots, ``size`` and ``context`` of the rings for which it was made.
         lengths: ``(requests,)`` int32, tokens of each request, the new ones included.
         places: where the rows of the step lie.
     """
@@ -81,10 +81,7 @@ class Step:
         Raises:
             InputError: ``cu_seq_q`` or ``lengths`` is no vector of int32, or they do not belong together.
         """
-        for name, x, count in (("lengths", lengths, len(lengths)), ("cu_seq_q", cu_seq_q, len(lengths) + 1)):
-            if x.dtype != torch.int32 or x.shape != (count,):
-                got = tuple(x.shape), x.dtype
-                raise InputError(explain(name, got, "must fit the requests", f"shape ({count},), torch.int32"))
+        _check_requests(cu_seq_q, lengths)
         requests, context, size, slots = len(lengths), rings.context, rings.size, max(rings.slots, 1)
         past = lengths - cu_seq_q.diff()
         token = torch.arange(total, device=lengths.device, dtype=torch.int32)
@@ -126,10 +123,16 @@ class Step:
             rings, cu_seq_q, lengths, total: as in :meth:`of`.
 
         Raises:
-            InputError: as :meth:`of`; or a request has too many keys, or a page that the rings lack. A
-                GPU's tables are checked with ``MTAGEN_CHECK_VALUES=1``.
+            InputError: as :meth:`of`; or the boundaries decrease or exceed ``total``, or a request has more
+                new tokens than tokens, too many keys, or a page that the rings lack. A GPU's values are
+                checked with ``MTAGEN_CHECK_VALUES=1``.
         """
+        _check_requests(cu_seq_q, lengths)
         if may_read(lengths):
+            check_boundaries(("cu_seq_q", cu_seq_q), ("total", total), total, lengths.device)
+            if bool((cu_seq_q.diff() > lengths).any()):
+                got, rule = (cu_seq_q.diff().tolist(), lengths.tolist()), "requests have more new tokens than tokens"
+                raise InputError(explain("cu_seq_q.diff(), lengths", got, rule, "lengths that include the new tokens"))
             room = block_table.shape[1] * rings.size
             check_table(block_table, lengths, rings.size, len(rings.queries), room)
         table = block_table if block_table.shape[1] else F.pad(block_table, (0, 1))  # if no request has a token
@@ -246,9 +249,9 @@ class Rings:
         return spec.context + spare if spec.context else 0, heads, spec.head_dim
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Slots, tokens of a page, and context: what a step depends on."""
-        return self.slots, self.size, self.context
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Pages, slots, tokens of a page, and context: what a step depends on."""
+        return len(self.queries), self.slots, self.size, self.context
 
     @property
     def slots(self) -> int:
@@ -298,7 +301,7 @@ class Rings:
     def _check(self, q: Tensor, step: Step, stored: Mapping[str, Tensor]) -> None:
         """Check the arguments of :meth:`append`."""
         if step.sizes != self.sizes:
-            rule = "the step was made for rings of other slots, sizes or context"
+            rule = "the step was made for rings of other pages, slots, sizes or context"
             raise InputError(explain("step.sizes", step.sizes, rule, self.sizes))
         total, held = len(step.rows), self.queries
         _check_like("q", q, (total, *held.shape[2:]), held)
@@ -313,6 +316,9 @@ class Rings:
             if not (pages.ndim == 4 and pages.shape[1] == self.size and pages.stride(3) == 1):
                 rule = f"must be pages of {self.size} tokens, whose last stride is 1"
                 raise InputError(explain(f"{name}_pages.shape", tuple(pages.shape), rule, "(pages, size, Hkv, D)"))
+            if len(pages) != len(held):
+                rule = "must have as many pages as the rings"
+                raise InputError(explain(f"{name}_pages.shape", tuple(pages.shape), rule, f"{len(held)} pages"))
             _check_like(name, stored[name], (total, *pages.shape[2:]), pages)
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
@@ -323,6 +329,14 @@ class Rings:
             targets: ``(n,)`` integers, pages that are overwritten; none of them twice.
         """
         self.queries[targets] = self.queries[sources]
+
+
+def _check_requests(cu_seq_q: Tensor, lengths: Tensor) -> None:
+    """Check the shapes and dtypes of a step's boundaries and lengths."""
+    for name, x, count in (("lengths", lengths, len(lengths)), ("cu_seq_q", cu_seq_q, len(lengths) + 1)):
+        if x.dtype != torch.int32 or x.shape != (count,):
+            got = tuple(x.shape), x.dtype
+            raise InputError(explain(name, got, "must fit the requests", f"shape ({count},), torch.int32"))
 
 
 def _check_like(name: str, x: Tensor, shape: tuple[int, ...], held: Tensor) -> None:

@@ -314,8 +314,9 @@ def test_command_line() -> None:
 
 def test_layers_refuse() -> None:
     layer = make_layer()
-    with pytest.raises(SpecError, match=r"dynamic_ranks.*all heads on each rank"):
-        check_heads(layer, 2)
+    for ranks in (1, 2):
+        with pytest.raises(SpecError, match=r"dynamic_ranks.*all heads on each rank"):
+            check_heads(layer, ranks)
     with pytest.raises(InputError, match="packed documents are not supported"):
         layer(torch.zeros(5, 64, dtype=F64), cu_seqlens=torch.tensor([0, 5], dtype=torch.int32))
     with pytest.raises(SpecError, match="mixed_heads"):

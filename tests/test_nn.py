@@ -594,6 +594,17 @@ def test_calls_between_compiled_steps() -> None:
     assert (joined.ragged, joined.longest, joined.captured) == (False, 20, False)
 
 
+def test_modes_of_autograd_may_change_between_steps() -> None:
+    layer, x = made(LAYERS["everything"]), tokens(2, 9)
+    cache = layer.new_cache(2, 12, spare=3)
+    with torch.inference_mode():
+        layer(x[:, :6], cache=cache)
+        layer(x[:, 6:8], cache=cache)
+    cache.remove(2)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x[:, 6:], cache=cache), layer(x)[:, 6:])
+
+
 def test_compiled_prompt(layer: MultiTokenAttention) -> None:
     torch._dynamo.reset()
     layer.eval()

@@ -108,7 +108,7 @@ def test_steps_of_other_rings_are_refused() -> None:
     step, other = (Step.of_tables(x, *boundaries, 3, table) for x in (rings, others))
     q = torch.zeros(3, 1, WIDTH)
     for held, wrong in ((rings, other), (others, step)):
-        with pytest.raises(InputError, match="the step was made for rings of other slots, sizes or context"):
+        with pytest.raises(InputError, match="the step was made for rings of other pages, slots, sizes or context"):
             held.append(q, wrong)
     with pytest.raises(InputError, match="must fit the requests"):
         Step.of_tables(rings, boundaries[0].long(), boundaries[1], 3, table)
@@ -140,6 +140,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"v_pages": torch.zeros(4, 8, 4, 2).mT[:, :, :1]},
         "v_pages.shape: got (4, 8, 1, 4); must be pages of 8 tokens",
     ),
+    "pages": ({"v_pages": torch.zeros(3, 8, 1, 4)}, "v_pages.shape: got (3, 8, 1, 4); must have as many pages as"),
     "gradients": ({"q": torch.zeros(6, HEADS, WIDTH, requires_grad=True)}, "calls on pages compute no gradients"),
 }
 
@@ -162,6 +163,16 @@ def test_tables_of_steps_are_checked() -> None:
             Step.of_tables(rings, *boundaries, 5, torch.tensor([[3, page], [2, page]], dtype=torch.int32))
     with pytest.raises(InputError, match=r"lengths\[1\]: got 9; must be a number of keys; legal: 0..8"):
         Step.of_tables(rings, *boundaries, 5, torch.tensor([[3], [2]], dtype=torch.int32))
+    table = torch.tensor([[3, 0], [2, 1]], dtype=torch.int32)
+    wrong = {
+        "begin with 0": [1, 3, 5],
+        "not decrease": [0, 5, 3],
+        "number of rows, 5": [0, 3, 6],
+        "than tokens": [0, 4, 5],
+    }
+    for rule, values in wrong.items():
+        with pytest.raises(InputError, match=rule):
+            Step.of_tables(rings, torch.tensor(values, dtype=torch.int32), step.lengths, 5, table)
 
 
 def test_the_last_token_of_a_shared_page_is_computed_again() -> None:

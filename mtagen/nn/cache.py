@@ -42,8 +42,8 @@ class Cache:
             anything.
         key_factors: ``(B, H, max_len, F)``, the keys' factors of mixings that depend on tokens, one after the other;
             F is 0 if no mixing does.
-        query_factors: ``(B, H, context + spare, F)``, the same of queries.
-        lengths: ``(B,)`` int32, number of tokens of each entry.
+        query_factors: ``(B, H, context + spare, F)``, the queries' factors of these mixings.
+        lengths: ``(B,)`` int32, number of tokens of each entry. Read it only: a new cache begins anew.
         floors: ``(B,)`` int32; an entry with fewer tokens would need queries that were not held when tokens were last
             taken back.
         longest: the largest of ``lengths``; None while only the GPU knows it.
@@ -174,7 +174,7 @@ class Cache:
             raise InputError(explain("cache.keys.dtype", self.keys.dtype, rule, f"new_cache(..., dtype={q.dtype})"))
         if _is_captured(k):
             self.captured = True
-        begin = None if self.captured or self.ragged else self.longest
+        begin = None if self.captured or self.ragged else self.read_longest()
         of_queries, of_keys = (_widths(op.plan.spec, token) for token in ("Nq", "Nk"))
         self._write(k, v, _beside(factors, of_keys), begin)
         held = torch.cat([self.queries, q.transpose(1, 2)], 2) if self.queries.shape[2] else q.transpose(1, 2)
@@ -215,10 +215,7 @@ class Cache:
 
     def _advance(self, count: int, queries: Tensor) -> None:
         """Count the tokens that were written, and store the last queries ``(B, H, context + spare, D)``."""
-        if self.captured:
-            self.queries.copy_(queries)
-        else:  # a view of a prompt's queries would keep all of them in memory
-            self.queries = queries if count <= MAX_NEW_TOKENS else queries.clone()
+        self.queries.copy_(queries)
         self.lengths += count
         self.longest = None if self.captured or self.longest is None else self.longest + count
 

@@ -118,8 +118,9 @@ def check_heads(layer: MultiTokenAttention, ranks: int) -> None:
         SpecError: they cannot.
     """
     spec = layer.op.plan.spec
-    if spec.ranks and ranks > 1:
-        got, rule = (spec.dynamic_ranks, spec.post_dynamic_ranks), "a rank has not the mixings' factors of its heads"
+    if spec.ranks:
+        got = spec.dynamic_ranks, spec.post_dynamic_ranks
+        rule = "heads of a layer whose mixings depend on tokens cannot be spread over ranks"
         legal = "None, or all heads on each rank"
         raise SpecError(explain("dynamic_ranks, post_dynamic_ranks", got, rule, legal))
     if layer.n_kv_heads % ranks:

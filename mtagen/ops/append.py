@@ -63,7 +63,7 @@ class Append(NamedTuple):
         q: ``(total, H, D)``, the new queries.
         k: ``(total, Hkv, D)``.
         v: ``(total, Hkv, DV)``. Keys, values and their pages are None if they are stored otherwise.
-        places: where they lie.
+        places: where the rows of the step lie.
     """
 
     rings: Tensor

@@ -102,6 +102,8 @@ def _empty_division(cu_seq_q: Tensor, lengths: Tensor, most: int) -> tuple[Tenso
 
 def _last_rows(q: Tensor, cu_seq_q: Tensor, rows: int) -> Tensor:
     if not serves(q):
+        if not len(q):
+            return _empty_last_rows(q, cu_seq_q, rows).zero_()
         row = cu_seq_q[1:, None] + torch.arange(-rows, 0, device=q.device, dtype=torch.int32)
         exists = row >= cu_seq_q[:-1, None]
         return torch.where(exists[..., None, None], q[row.clamp(min=0)], 0)

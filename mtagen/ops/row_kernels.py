@@ -11,7 +11,7 @@ import triton.language as tl
 def _columns(width, stride_h, D: tl.constexpr, BLOCK: tl.constexpr):
     """The offsets of a program's elements in a row (heads, D) of `width` elements, and whether the row has them."""
     x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    return x // D * stride_h + x % D, x < width
+    return (x // D).to(tl.int64) * stride_h + x % D, x < width
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def _copy(to, to_h, source, source_h, width, D: tl.constexpr, BLOCK: tl.constexp
 @triton.jit
 def _slot(pages, place, stride_page, stride, SIZE: tl.constexpr):
     """The row at a place of pages with SIZE rows each."""
-    return pages + (place // SIZE).to(tl.int64) * stride_page + place % SIZE * stride
+    return pages + (place // SIZE).to(tl.int64) * stride_page + (place % SIZE).to(tl.int64) * stride
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def divide_requests(steps_ptr, cu_seq_k_ptr, cu_seq_q_ptr, lengths_ptr, n_reques
         total += tl.sum(others, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def load_last_rows(last_ptr, q_ptr, cu_seq_q_ptr, rows, width, q_n, q_h, D: tl.constexpr, BLOCK: tl.constexpr):
     """Load one of the last `rows` rows of a request; 0 if it does not exist."""
     number = tl.program_id(0)
@@ -113,7 +113,7 @@ def load_last_rows(last_ptr, q_ptr, cu_seq_q_ptr, rows, width, q_n, q_h, D: tl.c
         _fill(last, 0.0, width, D, BLOCK)
 
 
-@triton.jit(do_not_specialize=["n_requests", "n_halvings", "n_queries", "n_rows"])
+@triton.jit(do_not_specialize=["n_requests", "n_halvings", "n_queries", "n_rows", "new"])
 def merge_results(
     out_ptr, lse_ptr, chunks_ptr, chunks_lse_ptr, steps_ptr, steps_lse_ptr, cu_seq_q_ptr,
     n_requests, n_halvings, n_queries, n_rows, heads, new,

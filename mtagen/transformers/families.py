@@ -29,7 +29,7 @@ from ..errors import InputError, SpecError, explain
 from ..planner import Backend
 from ..spec import KeyPadding, Mask
 from .batching import IMPLEMENTATION, check_batching
-from .configuration import LAYER_OPTIONS, check_names, checked_overrides, stored_dtype
+from .configuration import LAYER_OPTIONS, MtaConfig, check_names, checked_overrides, stored_dtype
 from .features import OwnAttention, OwnGeneration, keep_loaded
 from .stages import NAME, ScoreStages, prepare, withhold_cache
 
@@ -143,9 +143,10 @@ def _check_others(others: Mapping[str, Any], theirs: Iterable[str]) -> None:
     Raises:
         SpecError: one would be kept without any effect.
     """
-    theirs = {*theirs}
+    theirs, defaults = {*theirs}, inspect.signature(MtaConfig).parameters
     for name in _OF_LAYERS:
-        if others.get(name) and name not in theirs:
+        given = tuple(others[name]) if isinstance(others.get(name), list) else others.get(name)  # JSON has no tuples
+        if given and given != defaults[name].default and name not in theirs:
             rule = "stages that are added to a model have no option of that name"
             raise SpecError(explain(name, others[name], rule, _OPTIONS))
     check_names(others, _OPTIONS, theirs)

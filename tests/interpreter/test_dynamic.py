@@ -16,8 +16,11 @@ from host_functions import retiled
 import mtagen
 from mtagen import Plan, PlanError, Spec, plan
 from mtagen.check import failures
+from mtagen.codegen import render
 from mtagen.measure.cases import Sizes
+from mtagen.measure.inputs import Sampler
 from mtagen.ops.attention import AttentionOp, assemble
+from mtagen.runtime.load import load_host
 
 pytestmark = pytest.mark.usefixtures("memory_starts_as_nan")
 
@@ -124,3 +127,28 @@ def test_what_kernels_lack_is_refused() -> None:
         planned(before | {"convolved": "tanh(s)"})
     with pytest.raises(PlanError, match="at most 32 heads"):
         planned(before | {"mixed_heads": 33})
+
+
+def test_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls by recipes have the bits of calls launch by launch, and no gradient keeps memory of the call."""
+    options = EVERYTHING | {"logits": "s + bias[b, h, i, j]", "parameters": {"bias": "b,h,i,j"}, "sink": True}
+    op = assemble(planned(options), torch_on_cpu=False)
+    module = load_host(op.plan, render(op.plan), "forward")
+    recipes = module.Recipes()
+    monkeypatch.setattr(module, "RECIPES", recipes)
+    monkeypatch.setattr(recipes, "serves", lambda x: True)
+
+    def gradients(seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        sampler = Sampler(op.plan.spec, Sizes(1, 4, 2, 9, 13), torch.device("cpu"), generator, rows_outside_heads=False)
+        named = {name: x.requires_grad_() for name, x in sampler.inputs().named.items()}
+        options = {name: x for name, x in named.items() if name != "bias"} | {"parameters": {"bias": named["bias"]}}
+        return [*torch.autograd.grad(op(**options).square().sum(), [*named.values()])]
+
+    with recipes.suspended():
+        expected = [gradients(seed) for seed in range(3)]
+    for seed, results in enumerate(expected):
+        for got, rule in zip(gradients(seed), results, strict=True):
+            assert torch.equal(got, rule)
+            assert got.untyped_storage().nbytes() == rule.untyped_storage().nbytes()
+    assert len(recipes._recipes) == 2
