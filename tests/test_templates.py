@@ -24,6 +24,7 @@ from mtagen.planner.geometry.score import ScoreStage
 
 MIXED: dict[str, Any] = {"mixed_heads": 4, "post_kernel": (2, 3), "post_mixed_heads": 4}
 REQUESTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"kernel": None, "head_dim": 64, "mixed_heads": 16, "dynamic_ranks": (2, 2)}, "sm_90a", "cuda"),
     ({"kernel": (6, 11), "head_dim": 64}, "sm_90a", "cuda"),
     ({"kernel": (6, 11), "head_dim": 64}, "sm_80", "cuda"),
     ({"kernel": (6, 11), "head_dim": 256}, "sm_90a", "cuda"),

@@ -136,10 +136,10 @@ def key(spec: Spec) -> str:
 def why_not(spec: Spec, target: Target) -> str:
     """Return the reason why these kernels cannot compute the forward pass of a spec; empty if they can."""
     stages = Stages(spec)
+    if not spec.mixed:
+        return "no heads mix"
     if others := [name for name in _OTHERS if getattr(spec, name)]:
         return f"kernels that mix heads on the chip lack {', '.join(others)}"
-    if not (stages.mix or stages.post_mix):
-        return "no heads mix"
     if stages.heads > MAX_HEADS or stages.post_is_separate:
         return f"at most {MAX_HEADS} heads mix with each other on the chip"
     if any(d > MAX_DIM or d % 16 for d in (spec.head_dim, spec.value_head_dim)):
