@@ -18,8 +18,8 @@ MUTANTS = (
     Mutant(
         "recipe-whatever-the-strides",
         f"{HOST}/recipes.py",
-        "(x.shape, x.stride(), x.data_ptr() & 15)",
-        "(x.shape, x.data_ptr() & 15)",
+        "(x.dtype, x.shape, x.stride(), x.data_ptr() & 15)",
+        "(x.dtype, x.shape, x.data_ptr() & 15)",
         "A call reads its tensors by the strides of an earlier call's.",
         (f"{CUDA_IN_STRIPS}::test_recipes",),
     ),
