@@ -8,13 +8,18 @@ SWEPT = {
         "test_training[all stages, full]",
         "test_training[groups of 4, full]",
         "test_training[pairs of 10 heads in a window on both sides]",
+        "test_dropout[a convolution after in a window]",
         "test_dropout[mixing in a window]",
         "test_packed_documents[strips]",
+        "test_packed_documents[strips in a window]",
         "test_dropout_of_packed_documents[{'post_kernel': (2, 2), 'window': (21, -1)}-sm_90a]",
     },
     "test_hidden.py": {
         "test_training[convolution of more queries than keys, sliding]",
+        "test_training[all, sliding]",
+        "test_training[convolution, narrow]",
         "test_training[convolution, sliding]",
+        "test_training[output, both edges]",
         "test_training[output, sliding]",
     },
     "test_learned.py": {
@@ -41,6 +46,7 @@ SWEPT = {
         "test_windows_of_strips[output-40]",
     },
     "test_visible.py": {
+        "test_batch[a convolution-begins with a token]",
         "test_batch[a convolution-chunks]",
         "test_batch[a convolution-falling]",
         "test_batch[a convolution-later half]",

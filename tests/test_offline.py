@@ -120,7 +120,7 @@ def test_tiles_by_pointers(target: str, kernel: tuple[int, int], head_dim: int) 
         assert not re.search(r"\bLDG(STS)?\S*\.[US](8|16)\b", used.assembly), role
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("target", [pytest.param("sm_80", marks=pytest.mark.sweep), "sm_90a"])
 @pytest.mark.parametrize("data", ["packed", "dropout"])
 def test_packed_documents_and_dropout(data: str, target: str) -> None:
     """Kernels that look for documents, or draw what is kept, still fit, but for a few values."""

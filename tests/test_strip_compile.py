@@ -41,7 +41,7 @@ CUDA_CASES: list[Any] = [
     ("sm_90a", MIXED),
     ("sm_90a", TEN_HEADS | {"dtype": "fp16"}),
     pytest.param("sm_90a", {"kernel": (16, 16), "post_kernel": (3, 3), "post_mixed_heads": 2}, marks=pytest.mark.sweep),
-    ("sm_90a", EVERYTHING | {"window": (1023, -1)}),
+    pytest.param("sm_90a", EVERYTHING | {"window": (1023, -1)}, marks=pytest.mark.sweep),
     ("sm_80", CONVOLVED | {"window": (1023, 1023), "causal": False}),
     ("sm_90a", CONVOLVED | {"window": (1023, -1), "packed": True}),
 ]
@@ -128,6 +128,7 @@ def test_hopper_with_wide_heads() -> None:
     assert_fits(used, "sm_90a", HOPPER_STACK)
 
 
+@pytest.mark.sweep
 def test_hopper_in_a_window() -> None:
     """The edges of a window cost no stack."""
     assert_fits(compiled(Spec(head_dim=64, window=(1023, -1), **EVERYTHING), "sm_90a"), "sm_90a", HOPPER_STACK)

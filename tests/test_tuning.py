@@ -257,6 +257,8 @@ def test_what_is_found_is_not_for_another_spec() -> None:
         "mixed_heads": 4,
         "post_kernel": (2, 3),
         "post_mixed_heads": 2,
+        "dynamic_ranks": (1, 1),
+        "post_dynamic_ranks": (1, 1),
         "window": (8, 0),
         "scores": "tanh(s)",
         "convolved": "2 * tanh(s)",
@@ -269,10 +271,14 @@ def test_what_is_found_is_not_for_another_spec() -> None:
         "page_size": 16,
     }
     assert set(others) == {field.name for field in fields(Spec)}
+    needed: dict[str, dict[str, object]] = {
+        "parameters": {"logits": "s + slopes[h]"},
+        "dynamic_ranks": {"mixed_heads": 4},
+        "post_dynamic_ranks": {"post_mixed_heads": 2},
+    }
     for name, value in others.items():
         assert tuned.remembered(SPEC, TARGET) == Table(TUNED)
-        read = {"logits": "s + slopes[h]"} if name == "parameters" else {}
-        assert tuned.remembered(replace(SPEC, **{name: value}, **read), TARGET) is None, name
+        assert tuned.remembered(replace(SPEC, **{name: value}, **needed.get(name, {})), TARGET) is None, name
 
 
 @pytest.mark.usefixtures("gpu")
