@@ -1099,7 +1099,7 @@ def forward(q, k, v, head_weight, post_head_weight, scale):
 def _forward(
     call, q, k, v, head_weight, post_head_weight, scale,
 ):
-    """What `forward` launches by a :class:`Call`."""
+    """Launch the kernels of `forward` by a :class:`Call`."""
     out = call.result((*q.shape[:-1], 64), q.dtype)
     lse = call.result(q.shape[:-1], torch.float32)
     batch, n_heads, n_q, _ = q.shape
@@ -1188,7 +1188,7 @@ def backward(
 def _backward(
     call, grad_out, grad_lse, q, k, v, head_weight, post_head_weight, lse, scale,
 ):
-    """What `backward` launches by a :class:`Call`: gradients of q, k and v, and sums for the others."""
+    """Launch the kernels of `backward` by a :class:`Call`. Returns gradients of q, k and v, and sums for the others."""
     dq, dk, dv = (call.result(x.shape, x.dtype) for x in (q, k, v))
     batch, n_heads, n_q, _ = q.shape
     _, kv_heads, n_k, _ = k.shape
@@ -1297,7 +1297,7 @@ def decode(
 def _decode(
     call, q_tail, k_cache, v_cache, head_weight, post_head_weight, cache_seqlens, scale, num_splits,
 ):
-    """What `decode` launches by a :class:`Call`: parts of outputs, and log-sum-exps of all rows."""
+    """Launch the kernels of `decode` by a :class:`Call`. Returns parts of outputs, and log-sum-exps of all rows."""
     _, kv_heads, n_k, _ = k_cache.shape
     q, k, v = q_tail, k_cache, v_cache
     batch, n_heads, count, _ = q.shape

@@ -208,8 +208,8 @@ def check_learned(
     for name in given:
         if name not in described:
             rule = "this op was built without it"
-            options = "sink=True), (..., parameters={...}) or (..., dynamic_ranks=...)"
-            legal = ", ".join(described) or f"None, or mtagen.build(..., {options}"
+            built = "None, or mtagen.build(..., sink=True), (..., parameters={...}) or (..., dynamic_ranks=...)"
+            legal = ", ".join(described) or built
             raise InputError(explain(name, type(given[name]).__name__, rule, legal))
     checked = []
     for name, argument in described.items():

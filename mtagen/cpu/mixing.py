@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class TokenTerm(NamedTuple):
-    """What the queries, or the keys, of a strip add to a mixing.
+    """The term that the queries, or the keys, of a strip add to a mixing.
 
     Attributes:
         factors: ``[H, tokens, 2 R + 1]``.

@@ -342,7 +342,7 @@ class _Stages:
         return self._convolve("post_weight", p, forbidden).masked_fill(forbidden, 0)
 
     def _mix_after(self, x: Tensor, terms: _Terms, forbidden: Tensor) -> Tensor:
-        """Mix probabilities. Those that are hidden stay 0, whatever the factors of their keys are."""
+        """Mix probabilities. Hidden probabilities stay 0, whatever the factors of their keys are."""
         mixed = self._mix("post_head_weight", x, terms)
         return mixed.masked_fill(forbidden, 0) if terms.get("post_head_weight") else mixed
 

@@ -79,7 +79,7 @@ class HeadMixer(nn.Module):
 
 
 class TokenMixing(nn.Module):
-    """What tokens add to the matrices that mix heads, as in DCMHA (Xiao et al., arXiv 2405.08553).
+    """The factors of the matrices that tokens add to a mixing of heads, as in DCMHA (Xiao et al., arXiv 2405.08553).
 
     A token's vector x adds the matrix sum over r of b_r a_r^T, and the diagonal of tanh(gates x), to the matrix of
     each group of heads. The a_r are the vectors of a group in inner gelu(hidden x), each divided by the root of its

@@ -191,7 +191,7 @@ def check_boundaries(
         device: where the boundaries must be.
 
     Raises:
-        InputError: some value does not fit. What the boundaries hold is checked if :func:`may_read`.
+        InputError: some value does not fit. The boundaries are read only if :func:`may_read` allows it.
     """
     (name, cu_seq), (longest_name, most) = boundaries, longest
     if not is_length(most):

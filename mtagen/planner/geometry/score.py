@@ -122,7 +122,7 @@ class FastTanh(sympy.Function):  # type: ignore[misc]
 
 
 class Added(NamedTuple):
-    """What places add to the value of a score.
+    """The terms that keys, positions and distances add to the value of a score.
 
     Attributes:
         of_key: what depends on the key, besides the head.

@@ -104,10 +104,15 @@ class TokenKernel(StripSource):
     # ---- Shared memory
 
     @property
+    def planes(self) -> int:
+        """Number of planes that the kernel reads."""
+        return 2 if self.backward else 1
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row in a slot: its blocks of planes, and its matrices."""
-        planes, matrices = (2, 1 + self.mixes) if self.backward else (1, 1)
-        return planes * BLOCK_KEYS * MAX_HEADS * 2 + matrices * MATRIX_BYTES
+        matrices = 1 + self.mixes if self.backward else 1
+        return self.planes * BLOCK_KEYS * MAX_HEADS * 2 + matrices * MATRIX_BYTES
 
     @property
     def _depth(self) -> int:
