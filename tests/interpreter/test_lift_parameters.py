@@ -43,6 +43,15 @@ def test_batch(expression: str, stages: str) -> None:
     assert not failures(*SIZES[: 3 if stages == "plain" else 2], **STAGES[stages], **EXPRESSIONS[expression])
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("stages", [{"kernel": None}, {"kernel": (3, 5)}], ids=["plain", "a convolution"])
+def test_all_keys_seen(stages: dict[str, Any], target: str) -> None:
+    """Without a causal mask, only the number of keys hides the columns behind the last key."""
+    options = {"logits": "s - slopes[h] * (i - j) / 8 + t[h, min(8, abs(i - j))] + g[b, h, i]", "causal": False}
+    parameters = {"slopes": "h", "t": "h,9", "g": "b,h,i"}
+    assert not failures(Sizes(2, 2, 1, 40, 41), **stages, **options, parameters=parameters, target=target)
+
+
 @pytest.mark.parametrize("name", ["table", "gates", "keys of all heads", "sink"])
 def test_packed_documents(name: str) -> None:
     op = mtagen.build((3, 5), 16, backend="triton", dtype="fp32", **EXPRESSIONS[name])
