@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,14 @@ def test_forward_and_backward_round_scores_alike(backward: float, backend: str, 
     made = plan(Spec((6, 11), 64), "sm_90a", tables=measured({"forward": {shape: 0.4}, "backward": {shape: backward}}))
     assert {one: backend_of(made)[one] for one in ("forward", "backward")} == dict.fromkeys(PASSES[:2], backend)
     assert tuple(one.reason for one in made.passes[:2]) == reasons
+
+
+@pytest.mark.parametrize("stages", [{}, {"mixed_heads": 16, "post_kernel": (6, 11)}], ids=["convolution", "mixing"])
+@pytest.mark.parametrize(("packed", "passes"), [(False, ("decode",)), (True, ("forward",))])
+def test_auto_chooses_backends_of_calls_on_pages(stages: dict[str, Any], packed: bool, passes: tuple[str, ...]) -> None:
+    """They have no backward pass."""
+    made = plan(Spec((6, 11), 64, page_size=64, packed=packed, **stages), "sm_90a", "auto")
+    assert tuple(backend_of(made)) == passes
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90a"])

@@ -27,7 +27,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("backend", ["auto", "cuda", "triton"])
 @pytest.mark.parametrize("stages", PIPELINES.values(), ids=PIPELINES)
 def test_has_the_bits_of_contiguous_keys(stages: dict[str, Any], backend: Any) -> None:
     op = mtagen.build(**{"head_dim": 64} | stages, backend=backend)

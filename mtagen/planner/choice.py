@@ -194,7 +194,8 @@ def choose_backends(
     """
     offers = {name: _offers(name, spec, target, available, tables) for name in passes_of(spec)}
     chosen = {name: ranked[0] for name, ranked in offers.items()}
-    if not rounds_alike(chosen["forward"].plan, chosen["backward"].plan):
+    trains = {"forward", "backward"} <= chosen.keys()
+    if trains and not rounds_alike(chosen["forward"].plan, chosen["backward"].plan):
         chosen |= _pair(offers["forward"], offers["backward"])
     return tuple(Choice(name, offer.plan.backend, offer.reason) for name, offer in chosen.items())
 

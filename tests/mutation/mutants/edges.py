@@ -91,7 +91,7 @@ MUTANTS = (
     Mutant(
         "auto-pairs-passes-that-round-differently",
         "mtagen/planner/choice.py",
-        'if not rounds_alike(chosen["forward"].plan, chosen["backward"].plan):',
+        'if trains and not rounds_alike(chosen["forward"].plan, chosen["backward"].plan):',
         "if False:",
         "Rows of the probabilities that the backward pass makes do not sum to 1.",
         ("tests/test_choice.py::test_forward_and_backward_round_scores_alike",),
