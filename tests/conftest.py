@@ -2,7 +2,7 @@
 
 import io
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from poison import memory_starts_as_nan
 from quick import FILES, is_quick
+from swept import SWEPT
 
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreter"]
 
@@ -34,11 +35,19 @@ def _below_tests(path: Path) -> str:
     return path.relative_to(Path(__file__).parent).as_posix()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the quick tier, and put the longest tests first, so that parallel workers end together."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the quick tier and the sweep, and put the longest tests first, so that parallel workers end together."""
+    names = defaultdict(set)
     for item in items:
+        file = _below_tests(item.path)
+        names[file].add(item.name)
+        if item.name in SWEPT.get(file, ()):
+            item.add_marker(pytest.mark.sweep)
         if is_quick(item.nodeid.removeprefix("tests/")):
             item.add_marker("quick")
+    if not any("::" in argument for argument in config.args):
+        missing = {file: SWEPT[file] - found for file, found in names.items() if SWEPT.get(file, set()) - found}
+        assert not missing, f"tests of the sweep that do not exist: {missing}"
     items.sort(key=lambda item: item.path.name != "test_interpreter.py")
 
 

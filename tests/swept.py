@@ -1,8 +1,9 @@
-"""Which tests of ``interpreter/`` run in the sweep alone."""
+"""Which tests run in the sweep alone, besides those that are marked in their files."""
 
-# Each takes seconds, and has neighbours that run always: the same stages in another mask, or the mask on other stages.
-SWEPT = {
-    "test_cuda_strip.py": {
+# Each takes seconds, and has neighbours that run always: the same stages in another mask, the mask on other stages, or
+# the same kernel for another target.
+SWEPT: dict[str, set[str]] = {
+    "interpreter/test_cuda_strip.py": {
         "test_training[20 heads mix]",
         "test_training[a convolution after, earlier keys, by output]",
         "test_training[all stages, full]",
@@ -14,7 +15,7 @@ SWEPT = {
         "test_packed_documents[strips in a window]",
         "test_dropout_of_packed_documents[{'post_kernel': (2, 2), 'window': (21, -1)}-sm_90a]",
     },
-    "test_hidden.py": {
+    "interpreter/test_hidden.py": {
         "test_training[convolution of more queries than keys, sliding]",
         "test_training[all, sliding]",
         "test_training[convolution, narrow]",
@@ -22,14 +23,14 @@ SWEPT = {
         "test_training[output, both edges]",
         "test_training[output, sliding]",
     },
-    "test_learned.py": {
+    "interpreter/test_learned.py": {
         "test_all_passes[a sink-a mixture-cuda]",
         "test_all_passes[a sink-all stages-triton]",
         "test_all_passes[read-a mixture-triton]",
         "test_all_passes[read-all stages-cuda]",
         "test_all_passes[read-all stages-triton]",
     },
-    "test_places_of_expressions.py": {
+    "interpreter/test_places_of_expressions.py": {
         "test_training[a bias before the convolution, by output-cuda]",
         "test_training[everywhere, full-triton]",
         "test_training[no score before the mixture-cuda]",
@@ -38,14 +39,14 @@ SWEPT = {
         "test_training[one more before the convolution, in a window-triton]",
         "test_training[parameters before the convolution, by output-cuda]",
     },
-    "test_strip.py": {
+    "interpreter/test_strip.py": {
         "test_dropout_in_strips_of_some_rows[{'post_kernel': (2, 5)}]",
         "test_strips_of_some_sequences[mixing before, mixing after]",
         "test_windows[both before, both after, causal, by output]",
         "test_windows[both before, both after, later keys only, by output]",
         "test_windows_of_strips[output-40]",
     },
-    "test_visible.py": {
+    "interpreter/test_visible.py": {
         "test_batch[a convolution-begins with a token]",
         "test_batch[a convolution-chunks]",
         "test_batch[a convolution-falling]",
@@ -60,5 +61,52 @@ SWEPT = {
         "test_packed_documents[all stages-a list in a window]",
         "test_packed_documents[all stages-prefix]",
         "test_packed_documents[plain-falling]",
+    },
+    "test_cuda_compile.py": {
+        "test_compiles[backward-sm_80-6x11-d128-bf16-causal-both-dropout]",
+        "test_compiles[forward-sm_80-16x17-d128-fp16-causal-both]",
+        "test_compiles[forward-sm_80-9x11-d64-bf16-causal-right]",
+        "test_compiles[forward-sm_90a-11x11-d64-bf16-causal-both]",
+        "test_compiles[forward-sm_90a-16x17-d128-fp16-causal-both]",
+        "test_splits_of_the_keys_compile[6x11-d128-bf16-left1024_causal-both-sm_80]",
+        "test_splits_of_the_keys_compile[6x11-d128-bf16-left1024_causal-both-sm_90a]",
+        "test_tiles_are_stored_whole[11x11-d128-bf16-causal-both-dropout]",
+        "test_tiles_are_stored_whole[13x5-d128-bf16-causal-both]",
+    },
+    "test_dominating_score.py": {"test_gradient_of_weight_where_one_score_dominates[sm_80]"},
+    "test_emitted.py": {"test_triton_in_the_interpreter[strip]"},
+    "test_emulated_kernels.py": {
+        "test_accurate[sm_90a-16x3-d64-bf16-both-full]",
+        "test_accurate[sm_90a-5x17-d64-fp16-both-causal-source]",
+        "test_dropout[sm_90a-3x3-d32-fp16-both-full-left20-right7-dropout-0.9]",
+        "test_heads_in_sections[sm_90a-6x11-d128-bf16-both-causal-output]",
+        "test_heads_in_sections[sm_90a-6x11-d64-bf16-both-causal-source]",
+        "test_layers_of_tiles[sm_80-3x4-d32-bf16-both-full]",
+        "test_masks_in_tables[sm_80-3x3-d32-bf16-both-causal-source-left100-right-1-tables]",
+        "test_splits_of_the_keys[sm_90a-2x9-d32-fp16-left-full]",
+        "test_the_order_of_warps_changes_nothing[sm_80-backward]",
+        "test_what_is_dropped_is_what_the_mask_says[sm_86-6x11-d32-bf16-both-causal-output-dropout-0.5]",
+        "test_what_is_dropped_is_what_the_mask_says[sm_90a-3x3-d32-fp16-both-full-left20-right7-dropout-0.9]",
+    },
+    "test_emulated_learned.py": {
+        "test_training[sm_80-3x3-d32-fp16-both-full-left40-right5]",
+        "test_training[sm_90a-6x11-d64-bf16-both-causal-source]",
+    },
+    "test_gpt_distributed.py": {
+        "test_a_kill_at_any_moment_leaves_a_run_to_resume",
+        "test_compiled",
+    },
+    "test_hidden_emulated.py": {
+        "test_training[sm_80-3x3-d32-bf16-both-causal-source-left40-right-1]",
+        "test_training[sm_80-6x11-d32-bf16-both-full-left3-right2]",
+        "test_training[sm_90a-6x11-d64-bf16-both-causal-source]",
+    },
+    "test_offline.py": {"test_hopper[kernel0-64]", "test_other_targets[sm_80-kernel0-64]"},
+    "test_strip_compile.py": {
+        "test_cuda[sm_120-{'kernel': None, 'mixed_heads': 16, 'post_mixed_heads': 16}]",
+        "test_cuda[sm_80-{'kernel': (6, 11), 'mixed_heads': 16, 'post_kernel': (6, 11), 'post_mixed_heads': 16}]",
+        "test_cuda[sm_86-{'kernel': None, 'mixed_heads': 16, 'post_mixed_heads': 16}]",
+        "test_cuda_in_all_forms[convolution-sm_80]",
+        "test_heads_that_are_no_power_of_two[128-fp16]",
     },
 }

@@ -72,8 +72,8 @@ MUTANTS = (
     Mutant(
         "lifted-documents-keys-to-the-end-of-a-vector",
         f"{TRITON}/backward.j2",
-        "p = tl.where(_exists(cols[None, :], n_k), p, 0.0)",
-        "p = tl.where(_exists(cols[None, :], n_k + 16), p, 0.0)",
+        "{% elif not by_descriptor %}\n        p = tl.where(_exists(cols[None, :], n_k), p, 0.0)",
+        "{% elif not by_descriptor %}\n        p = tl.where(_exists(cols[None, :], n_k + 16), p, 0.0)",
         "Behind a row of g there is infinity, which the product with zeros makes NaN.",
         (f"{INTERPRETED_DOCUMENTS}::test_keys_that_do_not_fill_a_vector",),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..mutant import CUDA, Mutant
+from ..mutant import CUDA, TRITON, Mutant
 
 EMULATED_LEARNED, INTERPRETED_LEARNED = "tests/test_emulated_learned.py", "tests/interpreter/test_learned.py"
 
@@ -14,6 +14,14 @@ MUTANTS = (
         "",
         "Outputs whose keys are split are as large as without a sink.",
         (f"{EMULATED_LEARNED}::test_forward",),
+    ),
+    Mutant(
+        "lifted-parameters-of-keys-behind-the-last",
+        f"{TRITON}/backward.j2",
+        "{% elif score.sums %}\n        p = tl.where(_exists(cols[None, :], n_k), p, 0.0)",
+        "{% elif score.sums %}\n        p = tl.where(_exists(cols[None, :], n_k + 64), p, 0.0)",
+        "Without a causal mask, columns behind the last key add to gradients of tables and of heads.",
+        ("tests/interpreter/test_lift_parameters.py::test_all_keys_seen",),
     ),
     Mutant(
         "sink-of-another-head-in-decode",
