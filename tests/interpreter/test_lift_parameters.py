@@ -69,7 +69,7 @@ def test_all_at_once() -> None:
     """With dropout, in a window, from the left and the right."""
     options = EXPRESSIONS["gates"] | {"sink": True, "dropout": True, "window": (20, 3), "causal": False}
     op = mtagen.build(kernel=(3, 5), head_dim=16, backend="triton", dtype="fp32", **options)
-    rows = check(op, replace(op.plan.spec, dropout=True), torch.device("cpu"), [Sizes(2, 4, 2, 40, 40)])
+    rows = check(op, replace(op.plan.spec, dropout=True), torch.device("cpu"), [Sizes(1, 2, 1, 40, 40)])
     assert not [f"{row.sizes} {row.result}" for row in rows if not row.comparison.ok]
 
 
