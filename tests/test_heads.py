@@ -69,16 +69,47 @@ def test_other_requests_have_strips() -> None:
 
 
 def test_a_table_asks_for_them() -> None:
-    """As long as no GPU has been measured, the shipped table does not."""
-    made = plan(BOTH, "sm_90a")
+    made = plan(BOTH, "sm_90a", tables=())
     assert made["forward"].lowering == "strip"
     assert "strip: no table says that mixing heads on the chip is faster" in str(made)
     assert key(BOTH) == "lowering forward causal mix16_postmix16 d64 dv64 bf16"
     other = Table(SHIPPED, {key(replace(BOTH, dtype="fp16")): {"lowering": "heads"}})
     assert plan(BOTH, "sm_90a", tables=(other,))["forward"].lowering == "strip"
-    assert mixed_on_chip(BOTH, backend="auto")["forward"].lowering == "heads"
     tables = [Table(SHIPPED, {key(BOTH): {"lowering": name}}) for name in ("strip", "heads")]
     assert plan(BOTH, "sm_90a", tables=tables)["forward"].lowering == "strip"  # the first table decides
+
+
+@pytest.mark.parametrize("backend", ["auto", "cuda"])
+def test_the_shipped_table_asks_for_them(backend: Any) -> None:
+    """The backward pass and decode are those of strips, in CUDA."""
+    made = plan(BOTH, "sm_90a", backend)
+    assert [(one.backend, one.plan.lowering) for one in made.passes] == [
+        ("cuda", "heads"),
+        ("cuda", "strip"),
+        ("cuda", "strip"),
+    ]
+    assert "lowering=heads (measured)" in str(made)
+    assert rounds_alike(made["forward"], made["backward"])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"packed": True},
+        {"dropout": True},
+        {"window": (300, -1)},
+        {"causal": False},
+        {"dtype": "fp16"},
+        {"head_dim": 128, "value_head_dim": 128},
+        {"kernel": (6, 11)},
+        {"sink": True},
+        {"post_mixed_heads": 8},
+    ],
+    ids=str,
+)
+def test_the_shipped_table_leaves_other_specs_to_strips(changed: dict[str, Any]) -> None:
+    """Some would run, but were not measured."""
+    assert {one.plan.lowering for one in plan(replace(BOTH, **changed), "sm_90a").passes} == {"strip"}
 
 
 def test_plan() -> None:

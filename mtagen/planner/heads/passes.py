@@ -6,8 +6,8 @@ warps that own rows exchange each tile through shared memory. Probabilities that
 softmax need the sums of their rows first, so one kernel sums exponentials, and a second one
 computes outputs.
 
-A table must name this lowering, because its time is known only for a sketch of its kernels: see
-``benchmarks/notes/strips.md``. Otherwise strips make the forward pass.
+A table must name this lowering, because no cost model compares it with strips, whose time depends on
+memory. ``benchmarks/notes/strips.md`` has the measured times. Otherwise strips make the forward pass.
 
 The backward pass is that of strips. It takes log-sum-exps of scores that both lowerings round
 alike: fp16 in the scale of planes, mixed by matrices that are rounded to fp16.
