@@ -93,6 +93,30 @@ def test_no_races(name: str, folder: Path) -> None:
         assert not failures(forward(spec, folder, seed, checked=True), spec, random(spec, sizes))
 
 
+@pytest.mark.parametrize(
+    ("name", "heads", "kv_heads"),
+    [
+        ("before and after", 16, 8),
+        ("before and after", 16, 4),
+        ("before and after", 16, 1),
+        ("pairs of 10 heads", 20, 5),
+        ("12 heads before, 6 after, wide values", 24, 4),
+        ("12 heads before, 6 after, wide values", 24, 8),
+    ],
+)
+def test_heads_share_tiles(name: str, heads: int, kv_heads: int, folder: Path) -> None:
+    """The bits of heads that have copies of the same keys and values; without races."""
+    _, spec = CASES[name]
+    inputs = random(spec, Sizes(1, heads, kv_heads, 40, 150))
+    results = [
+        forward(spec, folder, seed, checked=not seed, chunks=2)(inputs.q, k, v, **inputs.weights)
+        for seed, (k, v) in enumerate(
+            [(inputs.k, inputs.v), [x.repeat_interleave(heads // kv_heads, 1) for x in (inputs.k, inputs.v)]]
+        )
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_chunks_of_a_window(folder: Path) -> None:
     """Several chunks of keys, the first of which does not begin with the first key."""
     spec = replace(WINDOW, window=(200, 60))

@@ -54,6 +54,22 @@ MUTANTS = (
         (f"{EMULATED_HEADS}::test_chunks_of_a_window",),
     ),
     Mutant(
+        "heads-shared-tile-before-it-is-read",
+        f"{CUDA}/heads_outputs.cu.j2",
+        "barrier_wait(empty + barrier + BARRIER, (t / STAGES & 1) ^ 1);",
+        "",
+        "A tile of two head warps is overwritten when the first of them has read it.",
+        (f"{EMULATED_HEADS}::test_heads_share_tiles[before and after-16-4]",),
+    ),
+    Mutant(
+        "heads-tiles-of-odd-groups",
+        f"{CUDA}/heads_pieces.j2",
+        "return !((group | first_head) & 1);",
+        "return group > 1;",
+        "The two heads of a head warp take one tile although they have different keys.",
+        (f"{EMULATED_HEADS}::test_heads_share_tiles[12 heads before, 6 after, wide values-24-8]",),
+    ),
+    Mutant(
         "heads-scores-before-rows-are-read",
         f"{CUDA}/heads_statistics.cu.j2",
         "barrier_wait(barriers + READ + BARRIER * stage, parity ^ 1);",
