@@ -168,7 +168,7 @@ class HeadsKernel(ABC):
     @property
     @abstractmethod
     def moved(self) -> float:
-        """Bytes that are written to and read from shared memory, per score."""
+        """Bytes that are written to and read from shared memory, per score, if all heads have keys of their own."""
 
     @property
     def buffer(self) -> int:
