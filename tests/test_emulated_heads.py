@@ -50,11 +50,15 @@ def sizes_of(heads: int) -> tuple[Sizes, ...]:
     )
 
 
-def forward(spec: Spec, folder: Path, seed: int = 0, *, checked: bool = False) -> Callable[..., Any]:
-    """The emitted host function with emulated kernels, which takes weights by name."""
+def forward(
+    spec: Spec, folder: Path, seed: int = 0, *, checked: bool = False, chunks: int | None = None
+) -> Callable[..., Any]:
+    """The emitted host function with emulated kernels, which takes weights by name. It divides keys into `chunks`."""
     made = mixed_on_chip(spec)
     module = ModuleType("heads")
     exec(compile(cuda.render_heads_host(made), "heads.py", "exec"), vars(module))
+    if chunks is not None:
+        module._chunks = lambda *_: chunks  # type: ignore[attr-defined]
     for role, source in made.heads["forward"].cuda.items():
         module.LOADED[role][None] = emulated(source, folder, seed, checked=checked)  # the index of a CPU
 
@@ -89,6 +93,36 @@ def test_no_races(name: str, folder: Path) -> None:
         assert not failures(forward(spec, folder, seed, checked=True), spec, random(spec, sizes))
 
 
+@pytest.mark.parametrize(
+    ("name", "heads", "kv_heads"),
+    [
+        ("before and after", 16, 8),
+        ("before and after", 16, 4),
+        ("before and after", 16, 1),
+        ("pairs of 10 heads", 20, 5),
+        ("12 heads before, 6 after, wide values", 24, 4),
+        ("12 heads before, 6 after, wide values", 24, 8),
+    ],
+)
+def test_heads_share_tiles(name: str, heads: int, kv_heads: int, folder: Path) -> None:
+    """The bits of heads that have copies of the same keys and values; without races."""
+    _, spec = CASES[name]
+    inputs = random(spec, Sizes(1, heads, kv_heads, 40, 150))
+    results = [
+        forward(spec, folder, seed, checked=not seed, chunks=2)(inputs.q, k, v, **inputs.weights)
+        for seed, (k, v) in enumerate(
+            [(inputs.k, inputs.v), [x.repeat_interleave(heads // kv_heads, 1) for x in (inputs.k, inputs.v)]]
+        )
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_chunks_of_a_window(folder: Path) -> None:
+    """Several chunks of keys, the first of which does not begin with the first key."""
+    spec = replace(WINDOW, window=(200, 60))
+    assert not failures(forward(spec, folder), spec, random(spec, Sizes(1, 13, 13, 70, 420)))
+
+
 @pytest.mark.parametrize("name", ["before and after", "before, fp16"])
 @pytest.mark.parametrize("slope", [30.0, -30.0])
 def test_scores_far_apart(slope: float, name: str, folder: Path) -> None:
@@ -97,7 +131,7 @@ def test_scores_far_apart(slope: float, name: str, folder: Path) -> None:
     """
     heads, spec = CASES[name]
     spec = replace(spec, causal=False)
-    inputs = random(spec, Sizes(1, heads, heads, 33, 720))  # 45 tiles, in two chunks
+    inputs = random(spec, Sizes(1, heads, heads, 33, 720))  # 45 tiles
     steps = torch.linspace(-1, 1, 720)[:, None] * slope - 200 + slope
     axis = torch.zeros(spec.head_dim)
     axis[0] = 1.0
@@ -106,7 +140,7 @@ def test_scores_far_apart(slope: float, name: str, folder: Path) -> None:
     k = (inputs.k + steps * axis).to(inputs.k.dtype)
     weights = {name: 0.05 * x + torch.eye(x.shape[-1]) for name, x in inputs.weights.items()}
     moved = replace(inputs, q=q, k=k, weights=weights)
-    assert not failures(forward(spec, folder), spec, moved)
+    assert not failures(forward(spec, folder, chunks=2), spec, moved)
 
 
 @pytest.mark.parametrize("name", ["before and after", "13 heads, a window on both sides"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from mtagen import Plan, Spec, plan
 from mtagen.codegen import cuda, render
 from mtagen.errors import PlanError
 from mtagen.planner import get_target
+from mtagen.planner.geometry.affine import N_K, N_Q
 from mtagen.planner.heads.kernels import OutputsKernel
 from mtagen.planner.heads.passes import HeadsForward, candidates, key, why_not
 from mtagen.planner.passes import rounds_alike
+from mtagen.planner.sizes import BATCH, HEADS
 from mtagen.planner.strip.passes import StripPass
 from mtagen.planner.strip.stages import PROBABILITY_SCALE
 from mtagen.planner.tables import SHIPPED, Table
@@ -69,16 +72,47 @@ def test_other_requests_have_strips() -> None:
 
 
 def test_a_table_asks_for_them() -> None:
-    """As long as no GPU has been measured, the shipped table does not."""
-    made = plan(BOTH, "sm_90a")
+    made = plan(BOTH, "sm_90a", tables=())
     assert made["forward"].lowering == "strip"
     assert "strip: no table says that mixing heads on the chip is faster" in str(made)
     assert key(BOTH) == "lowering forward causal mix16_postmix16 d64 dv64 bf16"
     other = Table(SHIPPED, {key(replace(BOTH, dtype="fp16")): {"lowering": "heads"}})
     assert plan(BOTH, "sm_90a", tables=(other,))["forward"].lowering == "strip"
-    assert mixed_on_chip(BOTH, backend="auto")["forward"].lowering == "heads"
     tables = [Table(SHIPPED, {key(BOTH): {"lowering": name}}) for name in ("strip", "heads")]
     assert plan(BOTH, "sm_90a", tables=tables)["forward"].lowering == "strip"  # the first table decides
+
+
+@pytest.mark.parametrize("backend", ["auto", "cuda"])
+def test_the_shipped_table_asks_for_them(backend: Any) -> None:
+    """The backward pass and decode are those of strips, in CUDA."""
+    made = plan(BOTH, "sm_90a", backend)
+    assert [(one.backend, one.plan.lowering) for one in made.passes] == [
+        ("cuda", "heads"),
+        ("cuda", "strip"),
+        ("cuda", "strip"),
+    ]
+    assert "lowering=heads (measured)" in str(made)
+    assert rounds_alike(made["forward"], made["backward"])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"packed": True},
+        {"dropout": True},
+        {"window": (300, -1)},
+        {"causal": False},
+        {"dtype": "fp16"},
+        {"head_dim": 128, "value_head_dim": 128},
+        {"kernel": (6, 11)},
+        {"sink": True},
+        {"post_mixed_heads": 8},
+    ],
+    ids=str,
+)
+def test_the_shipped_table_leaves_other_specs_to_strips(changed: dict[str, Any]) -> None:
+    """Some would run, but were not measured."""
+    assert {one.plan.lowering for one in plan(replace(BOTH, **changed), "sm_90a").passes} == {"strip"}
 
 
 def test_plan() -> None:
@@ -106,6 +140,48 @@ def test_scale_of_probabilities(changed: dict[str, Any], scale: float) -> None:
     assert outputs.share_scale * outputs.output_scale * PROBABILITY_SCALE == 1
 
 
+@pytest.mark.parametrize(
+    ("spec", "slots"), [(BOTH, 240), (replace(BOTH, causal=False), 120), (replace(BOTH, window=(300, -1)), 120)]
+)
+def test_blocks_from_which_on_keys_are_not_divided(spec: Spec, slots: int) -> None:
+    """On 132 multiprocessors. Each block that sees all keys has the longest block's work."""
+    assert {source.slots for source in HeadsForward(spec, "sm_90a").cuda.values()} == {slots}
+
+
+@pytest.mark.parametrize(
+    ("n_q", "n_k", "batch", "chunks", "parts"),
+    [
+        (2048, 2048, 1, 8, 4),
+        (2048, 2048, 4, 2, 1),
+        (4096, 4096, 1, 4, 2),
+        (6144, 6144, 1, 3, 2),
+        (8192, 8192, 1, 2, 1),
+        (16384, 16384, 1, 1, 1),
+        (512, 512, 2, 4, 4),
+        (1, 100, 1, 1, 1),
+        (1, 1000, 1, 7, 7),
+    ],
+)
+def test_chunks_of_keys(n_q: int, n_k: int, batch: int, chunks: int, parts: int) -> None:
+    """Enough that the longest takes about as long as a multiprocessor has work on average, of at least 128 keys."""
+    made = mixed_on_chip(BOTH)
+    module = ModuleType("heads")
+    exec(compile(cuda.render_heads_host(made), "heads.py", "exec"), vars(module))
+    sizes = {N_Q: n_q, N_K: n_k, BATCH: batch, HEADS: 16}
+    planned = []
+    for source in made.heads["forward"].cuda.values():
+        blocks, keys = (int(size.subs(sizes)) for size in (source.blocks, source.visible_keys))
+        planned.append(module._chunks(blocks, keys, source.slots, source.min_chunk))
+        assert [int(extent.subs({**sizes, source.chunks: 3})) for extent in source.kernel.grid] == [3 * blocks]
+    assert planned == [chunks, parts]
+
+
+def test_keys_that_a_block_sees() -> None:
+    """In a window, those of its rows alone count."""
+    outputs = OutputsKernel(replace(BOTH, window=(300, -1)), "sm_90a")
+    assert [outputs.visible_keys.subs({N_K: n}) for n in (100, 5000)] == [100, 332]
+
+
 def test_host_modules() -> None:
     """The forward pass has a module of its own, which does not need Triton."""
     sources = render(mixed_on_chip(BOTH))
@@ -130,9 +206,13 @@ def test_host_modules() -> None:
 def test_compiled(spec: Spec, log: Callable[[], str]) -> None:
     """Registers of all warps fill a multiprocessor, and hardly any lies on the stack."""
     for source in HeadsForward(spec, "sm_90a").cuda.values():
-        ((name, used),) = usage_of_cubins(compile_cubin(cuda.render(source), "sm_90a", source.name)).items()
+        usage = usage_of_cubins(compile_cubin(cuda.render(source), "sm_90a", source.name))
         assert not log()
-        assert name == source.kernel.name
+        assert usage.keys() == {kernel.name for kernel in source.kernels}
+        used = usage.pop(source.kernel.name)
+        for kernel, other in zip(source.kernels[1:], usage.values(), strict=True):
+            assert other.registers <= kernel.registers
+            assert other.stack == 0
         warps = zip(source.warps, source.registers, strict=True)
         assert sum(32 * count * registers for count, registers in warps) <= SM90.registers_per_multiprocessor
         assert used.registers * source.kernel.threads <= SM90.registers_per_multiprocessor

@@ -51,7 +51,7 @@ def test_a_shipped_table_says_what_it_was_measured_on(path: Path) -> None:
 @pytest.mark.parametrize("path", PATHS, ids=[path.name for path in PATHS])
 def test_shipped_decisions_are_of_known_lowerings(path: Path) -> None:
     keys = shipped(path.stem).decisions
-    assert all(LIFT.fullmatch(key) or TILE.fullmatch(key) or key.startswith("strip ") for key in keys)
+    assert all(LIFT.fullmatch(key) or TILE.fullmatch(key) or key.startswith(("strip ", "lowering ")) for key in keys)
     assert {key.split()[0] for key in keys} >= {"lift", "tile"}
 
 
@@ -84,12 +84,12 @@ def test_shipped_decisions_of_tile(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=[path.name for path in PATHS])
-def test_shipped_decisions_of_strip(path: Path) -> None:
-    """Every one is that of a form, and planned for a layer of the paper's models."""
+def test_shipped_decisions_of_strip_and_of_lowerings(path: Path) -> None:
+    """Every one is that of a form or a lowering, and planned for a layer of the paper's models."""
     table, planned = shipped(path.stem), {}
     for layer, d in itertools.product(LAYERS, (64, 128)):
         planned |= decided(plan(Spec(head_dim=d, **layer), path.stem, "cuda"))
-    for key in (key for key in table.decisions if key.startswith("strip ")):
+    for key in (key for key in table.decisions if key.startswith(("strip ", "lowering "))):
         assert planned[key] == (table.decisions[key], SHIPPED)
 
 

@@ -235,9 +235,14 @@ static void arrive(MemoryBarrier& barrier) {
   barrier.waiting.clear();
 }
 static void make_arrival(size_t index) {
+  const int thread = arrivals[index].thread;
+  for (size_t i = 0; i <= index; ++i) {  // it waits for all earlier copies of the thread
+    if (arrivals[i].thread != thread) continue;
+    for (const Copy& copy : arrivals[i].copies) land(copy, thread, arrivals[i].known.at[thread]);
+    arrivals[i].copies.clear();
+  }
   const Arrival it = std::move(arrivals[index]);
   arrivals.erase(arrivals.begin() + index);
-  for (const Copy& copy : it.copies) land(copy, it.thread, it.known.at[it.thread]);
   MemoryBarrier& barrier = memory_barrier(it.barrier);
   barrier.arrived.join(it.known);
   arrive(barrier);

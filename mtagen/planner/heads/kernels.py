@@ -9,24 +9,27 @@ from functools import cached_property
 from typing import ClassVar
 
 import sympy
-from sympy import ceiling
+from sympy import Min, ceiling
 
 from ...spec import Spec
 from ..cuda.memory import SharedMap, swizzled_bytes
-from ..geometry.affine import N_Q, Size
+from ..geometry.affine import N_K, N_Q, Size
 from ..geometry.mask import Mask
-from ..kernel import Argument, Kernel, numbers, reads, strides, writes
+from ..kernel import Argument, Buffer, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
 from ..sizes import BATCH, HEADS
 from ..strip.row_shared import MAX_HEADS
 from ..strip.sequence import StripSequence
 from ..strip.stages import PROBABILITY_SCALE, Stages
+from ..targets import get_target
 
 KEYS = 16  # keys of a tile, rows of an mma that sums over heads
 HEAD_WARPS = MAX_HEADS // 2  # warps that own two heads each
-# Chunks of the keys of a block of rows, which are summed apart. With two CTAs for each multiprocessor, those of early
-# causal rows fill the gaps that those of late rows leave. A chunk of fewer keys takes longer to begin than to sum.
-CHUNKS, WAVES, MIN_CHUNK = sympy.Symbol("chunks", integer=True, positive=True), 2, 256
+# Chunks of the keys of a block of rows, each of which a CTA takes: those of the statistics, and those of the outputs.
+# With fewer than MIN_CHUNK keys, a CTA takes longer to begin than to work through them.
+CHUNKS, PARTS = sympy.symbols("chunks parts", integer=True, positive=True)
+MIN_CHUNK = 128
+_SUM_THREADS = 256  # of a CTA that adds parts of outputs
 _LINE, _LINE_GAP = 2 * KEYS, 16  # bytes of a row of scores of a head, and between the rows of two heads
 _BARRIER = 8
 _NUMBERS = 4 * MAX_HEADS  # bytes of a number for each head
@@ -41,6 +44,7 @@ class HeadsKernel(ABC):
         target: name of the target.
         role: the kernel's role in the pass.
         rows: rows of a block.
+        chunks: number of chunks into which the keys of each block are divided.
         row_warps: warps that own rows.
         registers: registers of a thread of each kind of warps, in the order of their numbers.
     """
@@ -50,6 +54,7 @@ class HeadsKernel(ABC):
     role: ClassVar[str]
     template: ClassVar[str]
     rows: ClassVar[int]
+    chunks: ClassVar[sympy.Symbol]
     row_warps: ClassVar[int]
     registers: ClassVar[tuple[int, ...]]
     tile_keys: ClassVar[int] = KEYS
@@ -106,18 +111,42 @@ class HeadsKernel(ABC):
         return ceiling(N_Q / self.rows) * ceiling(HEADS / self.stages.heads) * BATCH
 
     @property
-    def grid(self) -> tuple[Size, ...]:
-        """The extents of the grid."""
-        return (self.blocks,)
+    def slots(self) -> int:
+        """Number of CTAs from which on keys are not divided.
+
+        The longest chunk should take no longer than a multiprocessor has work on average, and a
+        tenth. If later rows see more keys, the average block has half of the longest one's work.
+        """
+        target, mask = get_target(self.target), Mask.of(self.spec)
+        return 10 * target.multiprocessors // 11 * (2 if mask.favours_later_rows else 1)
+
+    @property
+    def visible_keys(self) -> Size:
+        """Upper limit of the keys that a block sees."""
+        mask = Mask.of(self.spec)
+        if mask.left is None or mask.right is None:
+            return N_K
+        return Min(N_K, mask.left + mask.right + self.rows)
+
+    @property
+    def min_chunk(self) -> int:
+        """Least number of keys of a chunk if there are several."""
+        return MIN_CHUNK
+
+    @property
+    def counts(self) -> tuple[str, ...]:
+        """Names of the numbers of chunks that the kernel takes."""
+        return (self.chunks.name,)
 
     @property
     def kernel(self) -> Kernel:
         """The kernel's arguments and launch."""
         strided = (argument.name for argument in self.pointers if argument.name in "qkv")
-        lengths = numbers("int", "n_q", "n_k", "n_heads", "group", "chunks")
+        lengths = numbers("int", "n_q", "n_k", "n_heads", "group", *self.counts)
         arguments = (*self.pointers, *strides(*strided), *lengths, *numbers("float", "scale"))
         threads, registers = 32 * sum(self.warps), max(self.registers)
-        return Kernel(self.role, self.name, arguments, self.grid, threads, self.shared.size, registers)
+        grid = (self.blocks * self.chunks,)
+        return Kernel(self.role, self.name, arguments, grid, threads, self.shared.size, registers)
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -139,7 +168,7 @@ class HeadsKernel(ABC):
     @property
     @abstractmethod
     def moved(self) -> float:
-        """Bytes that are written to and read from shared memory, per score."""
+        """Bytes that are written to and read from shared memory, per score, if all heads have keys of their own."""
 
     @property
     def buffer(self) -> int:
@@ -163,6 +192,7 @@ class StatisticsKernel(HeadsKernel):
     role = "statistics"
     template = "heads_statistics.cu.j2"
     rows = 64
+    chunks = CHUNKS
     row_warps = 8
     registers = (168, 88)
     depth: ClassVar[int] = 3  # tiles of keys, and buffers of scores
@@ -176,10 +206,6 @@ class StatisticsKernel(HeadsKernel):
     @property
     def pointers(self) -> tuple[Argument, ...]:
         return (*reads("Element", "q", "k"), *reads("float", *self.mixtures()), *writes("float", "partial"))
-
-    @property
-    def grid(self) -> tuple[Size, ...]:
-        return self.blocks, CHUNKS
 
     @property
     def warps(self) -> tuple[int, ...]:
@@ -207,12 +233,14 @@ class OutputsKernel(HeadsKernel):
     role = "outputs"
     template = "heads_outputs.cu.j2"
     rows = 32
+    chunks = PARTS
     row_warps = 4
     registers = (56, 216, 24)
     producer_warps: ClassVar[int] = 4  # warps that copy keys and values
     depth: ClassVar[int] = 2  # tiles of keys, and of values
     buffers: ClassVar[int] = 4  # of scores
     lead: ClassVar[int] = 2  # tiles by which scores are ahead of products with values
+    sum_vector: ClassVar[int] = 4  # outputs of a thread that adds parts of outputs
 
     @property
     def formula(self) -> str:
@@ -227,7 +255,30 @@ class OutputsKernel(HeadsKernel):
     @property
     def pointers(self) -> tuple[Argument, ...]:
         read = (*reads("Element", "q", "k", "v"), *reads("float", *self.mixtures(), "partial"))
-        return (*read, *writes("Element", "out"), *writes("float", "lse"))
+        return (*read, *writes("Element", "out"), *writes("float", "lse", "partial_out"))
+
+    @property
+    def counts(self) -> tuple[str, ...]:
+        return CHUNKS.name, PARTS.name
+
+    @property
+    def sums(self) -> Kernel:
+        """The kernel that adds the parts of outputs, which is launched if there are several."""
+        pointers = (*reads("float", "partial_out"), *writes("Element", "out"))
+        size = BATCH * HEADS * N_Q * self.spec.value_head_dim
+        arguments = (*pointers, *numbers("long long", "size"), *numbers("int", PARTS.name))
+        grid = (ceiling(size / (_SUM_THREADS * self.sum_vector)),)
+        name = kernel_name("heads", "sums", self.spec, self.target)
+        return Kernel("sums", name, arguments, grid, _SUM_THREADS, 0, 64)
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        return self.kernel, self.sums
+
+    @property
+    def partial_out(self) -> Buffer:
+        """The parts of outputs, which the host allocates if there are several."""
+        return Buffer("partial_out", "fp32", (PARTS, BATCH, HEADS, N_Q, self.spec.value_head_dim))
 
     @property
     def warps(self) -> tuple[int, ...]:

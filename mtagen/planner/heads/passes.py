@@ -6,8 +6,8 @@ warps that own rows exchange each tile through shared memory. Probabilities that
 softmax need the sums of their rows first, so one kernel sums exponentials, and a second one
 computes outputs.
 
-A table must name this lowering, because its time is known only for a sketch of its kernels: see
-``benchmarks/notes/strips.md``. Otherwise strips make the forward pass.
+A table must name this lowering, because no cost model compares it with strips, whose time depends on
+memory. ``benchmarks/notes/strips.md`` has the measured times. Otherwise strips make the forward pass.
 
 The backward pass is that of strips. It takes log-sum-exps of scores that both lowerings round
 alike: fp16 in the scale of planes, mixed by matrices that are rounded to fp16.
@@ -24,7 +24,7 @@ from sympy import ceiling
 from ...errors import PlanError, explain
 from ...spec import EXPRESSIONS, Spec
 from ..cuda.supported import DTYPES
-from ..geometry.affine import N_Q, Size
+from ..geometry.affine import N_Q
 from ..geometry.mask import Mask
 from ..kernel import Buffer, Kernel
 from ..names import other_stages
@@ -33,7 +33,7 @@ from ..sizes import BATCH, HEADS
 from ..strip.row_shared import MAX_HEADS
 from ..strip.stages import Stages
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
-from .kernels import CHUNKS, MIN_CHUNK, WAVES, HeadsKernel, OutputsKernel, StatisticsKernel
+from .kernels import CHUNKS, HeadsKernel, OutputsKernel, StatisticsKernel
 
 MAX_DIM = 64  # upper limit of head dims: outputs of 16 heads and 32 rows then take half of the registers
 FIELDS: Fields = {"lowering": "heads"}  # of the decision for this lowering
@@ -67,37 +67,17 @@ class HeadsForward(PassPlan):
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        return tuple(source.kernel for source in self.cuda.values())
+        return tuple(kernel for source in self.cuda.values() for kernel in source.kernels)
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        """The buffers that the host allocates."""
+        """The buffers that the host always allocates."""
         bundles = BATCH * ceiling(HEADS / Stages(self.spec).heads)
         return (
             Buffer("out", "q", (BATCH, HEADS, N_Q, self.spec.value_head_dim)),
             Buffer("lse", "fp32", (BATCH, HEADS, N_Q)),
             Buffer("partial", "fp32", (CHUNKS, bundles, N_Q, MAX_HEADS)),
         )
-
-    @property
-    def blocks(self) -> Size:
-        """Number of blocks of rows of the kernel of sums."""
-        return self.cuda["statistics"].blocks
-
-    @property
-    def slots(self) -> int:
-        """Number of CTAs of the kernel of sums from which on keys are not divided."""
-        return self.waves * get_target(self.target).multiprocessors
-
-    @property
-    def waves(self) -> int:
-        """Number of CTAs of the kernel of sums for each multiprocessor."""
-        return WAVES
-
-    @property
-    def min_chunk(self) -> int:
-        """Least number of keys of a chunk if there are several."""
-        return MIN_CHUNK
 
     @property
     def cost(self) -> float:
