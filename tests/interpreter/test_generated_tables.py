@@ -33,6 +33,7 @@ MORE: dict[str, dict[str, Any]] = {
         "visible": "j <= (lengths[b] * 100000001 - i * 90000001) // 100000007",
         "parameters": {"lengths": "b"},
     },
+    "two gaps": {"visible": "((j < 3) | (j >= 5)) & ((j < 20) | (i - j < 6))"},
     "sinks of a number": {"visible": "(j < sinks[b]) | (i - j < 5)", "parameters": {"sinks": "b"}},
 }
 EVERY = MASKS | GAPS | MORE
