@@ -460,6 +460,16 @@ class Spec:
         return loaded(seen_by(self.visible, self.parameters).checked)
 
     @cached_property
+    def table_parameters(self) -> tuple[str, ...]:
+        """The parameters from which the tables of the mask are computed, in the order of a call."""
+        if self.visible is None:
+            return ()
+        from .expressions.bounds import parameters_of_bounds  # imported here, because it loads sympy
+
+        read = parameters_of_bounds(self.visible, self.parameters, with_gaps=self.has_gap)
+        return tuple(name for name, _ in self.parameters if name in read)
+
+    @cached_property
     def has_gap(self) -> bool:
         """Whether kernels skip the keys between two runs of keys that a query sees. Only fused kernels do."""
         if self.visible is None or not self.is_fusible:

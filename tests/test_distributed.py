@@ -31,15 +31,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchrun import torchrun
 
 import mtagen
-from mtagen import BackendError, InputError, SpecError
+from mtagen import BackendError, InputError, SpecError, plan
 from mtagen.call import NO_LEARNED
 from mtagen.distributed import ContextParallel, context_parallel, exchange
+from mtagen.distributed.places import Before, of_parts
 from mtagen.distributed.sharding import ChunkCall, Rows, Sharding, fresh, regions
 from mtagen.measure.cases import Sizes
 from mtagen.measure.inputs import Inputs, Sampler
 from mtagen.measure.judge import documents_op, eager_op, judge
 from mtagen.nn import MultiTokenAttention
 from mtagen.nn.tensor_parallel import HeadParallel
+from mtagen.ops.attention import assemble
 from mtagen.spec import WEIGHTS, Spec
 
 HEADS, WIDTH = 4, 16
@@ -69,6 +71,22 @@ MASKS: dict[str, dict[str, Any]] = {
         "scores": "s * factor[b]",
         "logits": "s - slopes[h] * (i - j) + table[h, min(9, i - j)]",
         "parameters": {"factor": "b", "slopes": "h", "table": "h,10"},
+        "sink": True,
+    },
+}
+# Conditions that are no windows. Each is taken with other stages than the next.
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "prefix": {"causal": False, "visible": "(j <= i) | (j < prefix[b])", "parameters": {"prefix": "b"}},
+    "chunks": {"visible": "i // 7 == j // 7"},
+    "chunks seen whole": {"causal": False, "visible": "i // 7 == j // 7", "window": (9, -1)},
+    "padding": {"causal": False, "visible": "j < lengths[b]", "parameters": {"lengths": "b"}},
+    "later half": {"causal": False, "visible": "j >= i // 2"},
+    "sinks and a window": {"visible": "(j < 3) | (i - j < 9)"},
+    "one number": {"visible": "j >= i % 5 - number", "parameters": {"number": ""}, "window": (14, 3), "causal": False},
+    "and parameters of scores": {
+        "visible": "(i + j) % 3 != 1",
+        "logits": "s - slopes[h] * (i - j)",
+        "parameters": {"slopes": "h"},
         "sink": True,
     },
 }
@@ -140,7 +158,7 @@ def random(spec: Spec, batch: int, kv_heads: int, length: int, device: str = "cp
 
 def results(function: Callable[..., Tensor], inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor]:
     """The output, and the gradients of the inputs by their names."""
-    leaves = {name: x.detach().requires_grad_() for name, x in inputs.named.items()}
+    leaves = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in inputs.named.items()}
     q, k, v, *_ = leaves.values()
     out = function(q, k, v, **inputs.options(leaves))
     out.backward(grad_out)
@@ -173,6 +191,14 @@ def test_masks(ranks: Ranks, size: int, balanced: bool, name: str) -> None:
     ranks.run(size, compare_op, EVERYTHING | MASKS[name], balanced, 2, 2, 43)
 
 
+@every_size
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_conditions(ranks: Ranks, size: int, name: str) -> None:
+    number = [*CONDITIONS].index(name)
+    for stages, balanced in ((EVERYTHING, number % 2 == 0), (PIPELINES[size + 1], number % 2 == 1)):
+        ranks.run(size, compare_op, stages | CONDITIONS[name], balanced, 2, 2, 43)
+
+
 def refused_expressions(group: ProcessGroup) -> None:
     """A rank knows the distance of a query and a key only, and only where a mask aligns its rows."""
     of_keys = {"logits": "s + bias[b, h, j]", "parameters": {"bias": "b,h,j"}}
@@ -181,8 +207,17 @@ def refused_expressions(group: ProcessGroup) -> None:
             ContextParallel(built({"kernel": None} | stages), group)
     with pytest.raises(InputError, match=r"scores: got .* reads positions"):
         ContextParallel(built({"kernel": (2, 2), "scores": "s / (j + 1)"}), group)
-    with pytest.raises(InputError, match=r"visible: got .* is not supported where ranks share"):
-        ContextParallel(built({"kernel": None, "visible": "j >= 3"}), group)
+    for name, visible, axes in (("ends", "j < ends[b, i]", "b,i"), ("table", "j < table[min(3, i // 8)]", "4")):
+        op = built({"kernel": None, "visible": visible, "parameters": {name: axes}})
+        with pytest.raises(InputError, match=rf"parameters\['{name}'\].* visible reads it by position or key"):
+            ContextParallel(op, group)
+    many = {f"x{n}": "b" for n in range(7)}
+    op = built({"kernel": None, "visible": f"i - j < {' + '.join(f'{name}[b]' for name in many)}", "parameters": many})
+    with pytest.raises(InputError, match="ranks add the parameters positions_before, keys_before"):
+        ContextParallel(op, group)
+    op = assemble(plan(Spec(None, WIDTH, visible="i // 8 == j // 8"), "cpu"))
+    with pytest.raises(InputError, match="made from a plan by hand"):
+        ContextParallel(op, group)
     with pytest.raises(InputError, match="mixings that depend on tokens"):
         ContextParallel(built({"kernel": None, "mixed_heads": 2, "dynamic_ranks": (1, 1)}), group)
 
@@ -482,6 +517,14 @@ def compare_documents(
     torch.testing.assert_close(results(run, inputs, grad_out), expected)
 
 
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_conditions_of_documents(ranks: Ranks, lengths: list[int], name: str) -> None:
+    number = len(lengths) + [*CONDITIONS].index(name)
+    stages = EVERYTHING if number % 2 else PIPELINES[number]
+    ranks.run(SIZES[number // 2 % 2], compare_documents, stages | CONDITIONS[name], number % 3 == 0, 2, lengths)
+
+
 @every_size
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("name", ["causal", *MASKS])
@@ -656,6 +699,25 @@ def test_calls_take_what_their_rows_see(stages: dict[str, Any], mask: str) -> No
         assert {*call.context, *call.chunk} == queries
         assert set(call.keys) == seen
         assert call.queries.stop == call.keys.stop or (spec.left, spec.right) == (None, None)
+
+
+@pytest.mark.parametrize("lengths", [None, *LENGTHS], ids=str)
+@pytest.mark.parametrize("mask", ["prefix", "chunks", "one number"])
+def test_parts_count_from_the_begin_of_a_sequence(mask: str, lengths: list[int] | None) -> None:
+    """Queries and keys of each sequence, after what a call adds to the places that it counts itself."""
+    op = of_parts(built({"kernel": (4, 3)} | CONDITIONS[mask]))
+    assert {name for name, _ in op.plan.spec.parameters} >= {"positions_before", "keys_before"}
+    boundaries = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    ends = [0, 37] if boundaries is None else boundaries.tolist()
+    sharding, longest = Sharding(ends[-1], 3, balanced=True), None if lengths is None else max(lengths)
+    for chunk in map(sharding.chunk, range(sharding.chunks)):
+        call = ChunkCall.of(chunk, ends[-1], op.plan.spec, longest)
+        before = Before.of(call, torch.zeros(1, 2, call.queries.count, WIDTH), boundaries)
+        for number, (begin, end) in enumerate(itertools.pairwise(ends)):
+            queries, keys = ([row - begin for row in rows if begin <= row < end] for rows in (call.queries, call.keys))
+            aligned = range(len(keys) - len(queries), len(keys))
+            assert [place + int(before.positions[number]) for place in aligned] == queries
+            assert not keys or int(before.keys[number]) == keys[0]
 
 
 @pytest.mark.parametrize("length", [0, 1, 3, 29])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from on_chip import mixed_on_chip
+from test_unused import unused_in_python
 
 import mtagen
 from mtagen import PlanError, Spec, plan
@@ -168,6 +169,7 @@ def test_a_file_for_each_source(made: Plan, tmp_path: Path) -> None:
     hosts = {name: f"mta_{lowering}_{made.suffix}.py" for lowering, passes in lowered.items() for name in passes}
     assert sources.hosts == hosts
     names |= {file: sources.files[file] for file in hosts.values()}
+    assert not sources.tables
     assert sources.files == names
     paths = emit(made, tmp_path / "new" / "folder")
     assert {path.name: path.read_text() for path in paths} == names
@@ -263,6 +265,31 @@ def test_modules_are_clean(made: Plan, tmp_path: Path) -> None:
     assert modules
     for name, text in modules.items():
         assert_clean(text, tmp_path / name)
+
+
+PREFIX = {"visible": "(j <= i) | (j < prefix[b])", "parameters": {"prefix": "b"}}
+TABLES = [  # together they take every branch of the template
+    Spec((6, 11), 64, visible="i // 64 == j // 64"),
+    Spec((6, 11), 64, causal=False, packed=True, **PREFIX),
+    Spec(None, 64, causal=False, packed=True, page_size=16, **PREFIX),
+    Spec(None, 64, visible="(j < sinks[b]) | (i - j < 128)", parameters={"sinks": "b"}, window=(500, 0)),
+    Spec(None, 64, visible="(j < 4) | (i - j < 128)", packed=True, dropout=True),
+    Spec(None, 64, visible="j < ends[b, i]", parameters={"ends": "b,i"}, mixed_heads=2, page_size=16),
+]
+
+
+@pytest.mark.parametrize("spec", TABLES, ids=lambda spec: spec.visible)
+def test_tables_of_a_mask_have_a_file(spec: Spec, tmp_path: Path) -> None:
+    """It is clean, and has no code that nothing uses; specs with other masks have files of other names."""
+    made = plan(spec, "sm_90a", "triton")
+    sources = render(made)
+    text = sources.files[sources.tables]
+    assert_clean(text, tmp_path / sources.tables)
+    tables = {f"{name}_tables" for name in sources.hosts}
+    assert unused_in_python(text) == tables
+    other = render(plan(replace(spec, visible="i // 32 == j // 32", parameters=()), "sm_90a", "triton"))
+    same = render(plan(replace(spec, head_dim=128, value_head_dim=128), "sm_90a", "triton"))
+    assert other.tables != sources.tables == same.tables
 
 
 def test_module_of_heads_mixed_on_the_chip_is_clean(tmp_path: Path) -> None:

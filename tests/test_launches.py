@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -139,3 +140,23 @@ def test_other_threads_launch_meanwhile(compiler: Compiler) -> None:
         thread.submit(call).result()
         assert len(launches) == mine
     assert len(compiler.of("launched")) == mine
+
+
+def test_tables_of_a_mask(compiler: Compiler) -> None:
+    """Beside CUDA's kernels, too; parameters may be of both dtypes."""
+    mask = {"causal": False, "visible": "(j <= i) | (j < prefix[b])", "parameters": {"prefix": "b"}}
+    made = plan(Spec((2, 3), 16, **mask), "sm_90a", "triton")
+    sources = render(made)
+    module = runtime.load_tables(made, sources)
+    assert module is not None
+    runtime.compile_kernels(made, sources)
+    names = ["mask_rows", "mask_rows_and_extremes", "mask_step"]
+    times = Counter(name for name in compiler.of("compiled") if name.startswith("mask_"))
+    assert times == dict.fromkeys(names, 2) | {"mask_keys": 1}
+    assert {*times} <= {*compiler.of("launched")}
+    compiler.events.clear()
+    for length in (2, 16, 130):  # whatever the sizes and the address of parameters
+        for prefix in torch.zeros(5, dtype=torch.int32).split(1):
+            module.backward_tables(torch.zeros(1, 2, length, 16), prefix, length + 1)
+    assert not compiler.of("compiled")
+    forget(module)

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from masked import GAPS, MASKS, Problem, call_of
 from test_loops import BLOCKS, compiled, visited
-from test_visible import GAPS, MASKS, Problem, pairs
+from test_visible import pairs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtagen.call import Call, Step
+from mtagen.call import Step
 from mtagen.ops import mask_tables
 from mtagen.planner.geometry.loops import key_loop, row_loop
 from mtagen.planner.geometry.mask import Mask
@@ -22,13 +23,6 @@ TABULATED = Mask(None, None, is_tabulated=True)
 CHECKED = Mask(None, None, is_tabulated=True, condition="if01234567")
 WITH_GAP = Mask(None, None, is_tabulated=True, condition="if01234567", has_gap=True)
 SIZES = [(30, 37), (1, 1), (9, 5), (16, 16)]
-
-
-def call_of(problem: Problem, **others: Any) -> Call:
-    """The record of a call; of an op whose only stage is a convolution, or none."""
-    slots = {f"parameter{number}": x for number, x in enumerate(problem.parameters.values())}
-    fields = dict.fromkeys(Call._fields) | {name: problem.tensors[name] for name in "qkv"} | slots
-    return Call(**fields | {"weight": problem.tensors.get("weight"), "scale": 1.0, "key": ""} | others)
 
 
 class Operations(TorchDispatchMode):

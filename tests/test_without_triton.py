@@ -48,6 +48,18 @@ for options in ({"backend": "triton"}, {"backend": "auto", "dtype": "fp32"}):  #
 print(mtagen.build((2, 3), 16, target="sm_90a").plan.reason)
 """
 
+WITHOUT_TABLES = """
+import mtagen
+from mtagen.codegen import render
+from mtagen.runtime.load import load, load_tables
+
+made = mtagen.plan(mtagen.Spec((2, 3), 16, visible="i // 8 == j // 8"), "sm_90a", "cuda")
+sources = render(made)
+assert sources.tables in sources.files
+assert load_tables(made, sources) is None
+assert load(made, sources).tables == {}
+"""
+
 COMMANDS = """
 from typer.testing import CliRunner
 from mtagen.cli import app
@@ -86,6 +98,10 @@ def test_what_needs_it_is_refused(tmp_path: Path) -> None:
     assert "legal: pip install triton" in named
     assert left.startswith("PlanError dtype: got 'fp32'; the cuda backend supports 16-bit dtypes only")
     assert served.startswith("not triton: backend: got 'triton'; is not installed; legal: pip install triton")
+
+
+def test_pytorch_computes_the_tables_of_cuda_kernels(tmp_path: Path) -> None:
+    run(BLOCKED + WITHOUT_TABLES, tmp_path)
 
 
 def test_the_command_line_works(tmp_path: Path) -> None:

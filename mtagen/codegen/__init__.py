@@ -15,7 +15,7 @@ from ..errors import PlanError, explain
 from ..planner.lift.module import LiftModule
 from ..planner.plan import Plan
 from ..planner.strip.module import StripModule
-from . import cuda, strip, triton
+from . import cuda, mask_tables, strip, triton
 
 __all__ = ["Sources", "emit", "render"]
 
@@ -29,11 +29,13 @@ class Sources:
         hosts: by pass, the name of the Python file that has its host function and its Triton
             kernels.
         files: texts of all files, by file name.
+        tables: the name of the Python file that computes the tables of the mask; empty if kernels read none.
     """
 
     kernels: Mapping[str, str]
     hosts: Mapping[str, str]
     files: Mapping[str, str]
+    tables: str = ""
 
     @cached_property
     def digest(self) -> str:
@@ -46,7 +48,7 @@ class Sources:
 
 
 def render(plan: Plan) -> Sources:
-    """Render a plan: CUDA kernels, and a Python module for each lowering.
+    """Render a plan: CUDA kernels, a Python module for each lowering, and one for the tables of a mask.
 
     A module holds host functions and Triton kernels. Passes made of PyTorch ops have no sources.
     """
@@ -68,7 +70,12 @@ def render(plan: Plan) -> Sources:
     if plan.strip:
         strips = StripModule.of(plan.strip.values())
         add_host(strips.name, strip.render(strips), plan.strip)
-    return Sources(kernels, hosts, files)
+    tables = ""
+    if hosts and plan.spec.visible is not None:
+        name, text = mask_tables.render(plan.spec)
+        tables = f"{name}.py"
+        files[tables] = text
+    return Sources(kernels, hosts, files, tables)
 
 
 def emit(plan: Plan, directory: Path | str) -> list[Path]:

@@ -55,6 +55,14 @@ def triton_condition(condition: Boolean) -> str:
     return _TritonConditionPrinter().condition(condition)
 
 
+def triton_wide(expr: Expr) -> str:
+    """Print an integer of places and of entries of parameters as Triton, which computes it in 64 bits.
+
+    Symbols are names of int64 tensors. The text may be a term of a sum.
+    """
+    return _TritonWidePrinter().integer(expr, _PRODUCT)
+
+
 def triton_view(view: View, packed: bool, tokens: str = "all_tokens") -> str:
     """Print the address of what a head of a sequence reads of a parameter, as Triton.
 
@@ -335,6 +343,19 @@ class _TritonPrinter(_Printer):
 
     def as_real(self, integer: str) -> str:
         return f"({integer}).to(tl.float32)"
+
+
+class _TritonWidePrinter(_TritonPrinter):
+    """Prints integers of 64 bits, as PyTorch computes the bounds of a mask."""
+
+    def fits(self, expr: Expr) -> bool:
+        return False
+
+    def choice(self, condition: str, value: str, other: str) -> str:
+        return self.wide(super().choice(condition, value, other))
+
+    def _integer(self, expr: Expr, fits: bool) -> tuple[str, int]:
+        return (str(expr.name), _ATOM) if expr.is_Symbol else super()._integer(expr, fits)
 
 
 class _TritonConditionPrinter(_TritonPrinter):

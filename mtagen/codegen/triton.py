@@ -299,7 +299,7 @@ def _environment() -> jinja2.Environment:
     templates.finalize = lambda value: value.rstrip("\n") if isinstance(value, str) else value
     templates.filters |= {"triton": triton_code, "expression": triton_expression, "plus": shifted}
     templates.filters |= {"place": triton_place, "condition": triton_condition}
-    templates.filters |= {"codes": codes, "host": python_code}
+    templates.filters |= {"codes": codes, "host": python_code, "suffixed": "{}_ptr".format}
     templates.globals |= {
         "unrolled": unrolled,
         "signature": _signature,

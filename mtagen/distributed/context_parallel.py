@@ -25,6 +25,7 @@ from ..ops.attention import AttentionOp, autocast
 from ..ops.checks import check_boundaries, check_call, check_packed, check_slots
 from ..spec import BATCH, Spec
 from .exchange import Exchange, Part, Transfer, begin, combined, sum_dtype, total
+from .places import Before, of_parts
 from .sharding import ChunkCall, Rows, Sharding, fresh, regions
 
 
@@ -53,6 +54,9 @@ class ContextParallel:
     ranks, or FSDP, takes the mean instead, which is right where the loss is a mean of the ranks'
     losses.
 
+    If the op has ``visible``, another op is built for the calls. Its condition adds to positions and keys what
+    is before them in the sequence. Calls fetch all keys of the window, whatever the condition hides.
+
     There is no dropout, because a dropped entry is chosen by its position in a call. To
     ``torch.compile`` and selective checkpointing a call is one op,
     ``mtagen::context_parallel_forward``, and its backward pass another.
@@ -74,9 +78,9 @@ class ContextParallel:
         ranks: W.
 
     Raises:
-        InputError: an argument does not fit; or the op has ``visible``, or a mixing that depends on tokens; or an
-            expression reads positions otherwise than as i - j, or all keys are visible: a rank's call does not know
-            where its rows stand in the sequence.
+        InputError: an argument does not fit; or the op has a mixing that depends on tokens; or ``visible`` reads a
+            parameter by position or key; or an expression reads positions otherwise than as i - j, or all keys are
+            visible: a rank's call does not know where its rows stand in the sequence.
     """
 
     def __init__(self, op: AttentionOp, group_or_mesh: ProcessGroup | DeviceMesh, *, balanced: bool = True) -> None:
@@ -89,6 +93,7 @@ class ContextParallel:
             raise InputError(explain("op", op, rule, "an op without dynamic_ranks and post_dynamic_ranks"))
         _check_expressions(op.plan.spec)
         self.op, self.balanced = op, balanced
+        self._key = of_parts(op)._key
         self.group = _group(group_or_mesh)
         self.rank, self.ranks = get_rank(self.group), get_world_size(self.group)
 
@@ -266,7 +271,7 @@ class ContextParallel:
         *documents: Any,
     ) -> Tensor:
         scale, ranks = resolve_scale(scale, self.op.plan.spec.head_dim), (self.group.group_name, self.rank, self.ranks)
-        plan = _Plan(scale, self.op._key, *ranks, self.balanced, sharding.length, *documents)
+        plan = _Plan(scale, self._key, *ranks, self.balanced, sharding.length, *documents)
         out: Tensor = library.run("context_parallel_forward", q, k, v, *weights, *plan)[0]
         return out
 
@@ -448,10 +453,15 @@ class _Plan(NamedTuple):
         """Return the op's call for a chunk, given q, k and v of that call, and the weights."""
         arguments = *inputs, self.scale, self.key
         if self.cu_seqlens is None:
-            return Call(*arguments)
-        rows = call.queries, call.keys
-        cu_seqs = (self.cu_seqlens.clamp(each.start, each.stop) - each.start for each in rows)
-        return Call(*arguments, *cu_seqs, *(min(self.max_seqlen, each.count) for each in rows))
+            made, boundaries = Call(*arguments), None
+        else:
+            rows = call.queries, call.keys
+            cu_seqs = (self.cu_seqlens.clamp(each.start, each.stop) - each.start for each in rows)
+            made = Call(*arguments, *cu_seqs, *(min(self.max_seqlen, each.count) for each in rows))
+            boundaries = self.cu_seqlens
+        if self.spec.visible is None:
+            return made
+        return made._replace(**Before.of(call, made.q, boundaries).parameters(self.spec))
 
     def rows_first(self, x: Tensor) -> Tensor:
         """Return a view of ``x`` with rows as the first axis, as exchanges need it."""
@@ -607,6 +617,7 @@ def _backward(grad_out: Tensor, *arguments: Any) -> list[Tensor]:
     chunk.
     """
     (q, k, v, *weights), (out, *saved), plan = arguments[:INPUTS], arguments[INPUTS], _Plan(*arguments[INPUTS + 1 :])
+    given = [weight for weight in weights if weight is not None]
     steps, keys, values = plan.steps, plan.region_tensors(k), plan.region_tensors(v)
     lses, contexts = saved[-len(steps) :], saved[: -len(steps)] or [None] * len(steps)
     transfers = list(zip(plan.send(keys), plan.send(values), strict=True))
@@ -632,7 +643,7 @@ def _backward(grad_out: Tensor, *arguments: Any) -> list[Tensor]:
         del dk  # it may be as long as the whole sequence
         dvs.append(plan.contiguous_rows(dv))
         del dv
-        dws.append(dw)
+        dws.append(dw[: len(given)])  # and not of what a call adds to places
     befores = [plan.rows_first(dq)[: step.call.context.count] for dq, step in zip(dqs, steps, strict=True)]
     queries_back = [step.context.send_back(before) for step, before in zip(steps, befores, strict=True)]
     keys_back, values_back = (
@@ -652,7 +663,6 @@ def _backward(grad_out: Tensor, *arguments: Any) -> list[Tensor]:
     for part in of_queries:
         chunks[part.chunk][part.rows] += part.x
     dk, dv = plan.gradients(k, of_keys, keys_back), plan.gradients(v, of_values, values_back)
-    given = (weight for weight in weights if weight is not None)
     return [dq, dk, dv, *(dw.to(w.dtype) for dw, w in zip(dweights, given, strict=True))]
 
 
@@ -747,14 +757,11 @@ library.register_op(
 
 
 def _check_expressions(spec: Spec) -> None:
-    """Check that an op's mask and expressions are the same in calls on a part of a sequence.
+    """Check that an op's expressions are the same in calls on a part of a sequence.
 
     Raises:
         InputError: they are not.
     """
-    if spec.visible is not None:
-        rule = "is not supported where ranks share a sequence"
-        raise InputError(explain("visible", spec.visible, rule, "an op without it"))
     parameters = read_parameters(spec.parameters)
     is_aligned = spec.left is not None or spec.right is not None
     for name, text in spec.expressions:

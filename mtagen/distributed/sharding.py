@@ -110,9 +110,9 @@ class ChunkCall:
         """Return the call for a chunk of a sequence of ``length`` rows, or of documents of at most
         ``longest`` rows.
 
-        The op aligns its queries to the end of its keys. So if the mask depends on positions, the
-        queries must end where the keys end: more rows follow the chunk. Their values do not matter,
-        because convolutions read only rows before a row.
+        The op aligns its queries to the end of its keys. So if there is a window, the queries must end
+        where the keys end: more rows follow the chunk. Their values do not matter, because convolutions
+        read only rows before a row. A condition ``visible`` gets its places by parameters.
         """
         if chunk.count == 0:
             return cls(chunk, chunk, chunk)

@@ -122,6 +122,15 @@ def parameters_in(text: str, parameters: tuple[tuple[str, str], ...]) -> frozens
     return _parameters_of(seen.run) | loaded(seen.checked)
 
 
+def parameters_of_bounds(
+    text: str, parameters: tuple[tuple[str, str], ...], *, with_gaps: bool = False
+) -> frozenset[str]:
+    """Return the names of the parameters that decide the first and the last key of each query, and the gaps between."""
+    seen = seen_by(text, parameters)
+    gaps = (loaded(bound) for gap in seen.gaps for bound in gap)
+    return _parameters_of(seen.run).union(*(gaps if with_gaps else ()))
+
+
 def loaded(expr: Expr | Boolean) -> frozenset[str]:
     """Return the names of the parameters that an expression or condition reads."""
     return frozenset(load.parameter for load in expr.atoms(Load))

@@ -75,7 +75,7 @@ class Executor:
             return _with_sink(call, *_empty_result(q, q.shape[:-1], rows, v))
         with on_device_of(q):
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
-            weights = self._as_kernels_take(q, call) + mask_tables.of_call(self.spec, call, "forward")
+            weights = self._as_kernels_take(q, call) + mask_tables.of_call(self.spec, call, "forward", kernels.tables)
             assert kernels.forward is not None, "only passes for decode steps on pages have no forward"
             pages = _as_passed(None if call.block_table is None else (call.block_table,))
             others = (*_as_passed(documents), *pages, *_as_passed(dropout))
@@ -105,7 +105,7 @@ class Executor:
                 k,
                 v,
                 *self._as_kernels_take(q, call),
-                *mask_tables.of_call(self.spec, call, "backward"),
+                *mask_tables.of_call(self.spec, call, "backward", kernels.tables),
                 out,
                 lse,
                 call.scale,
@@ -132,7 +132,7 @@ class Executor:
             q_tail = _aligned("q_tail", q_tail)
             k_cache, v_cache = _aligned("k_cache", k_cache), _aligned("v_cache", v_cache)
             lengths = None if cache_seqlens is None else cache_seqlens.contiguous()  # may be one length, expanded
-            fp32_weights = self._as_kernels_take(q_tail, step) + mask_tables.of_step(self.spec, step)
+            fp32_weights = self._as_kernels_take(q_tail, step) + mask_tables.of_step(self.spec, step, kernels.tables)
             assert kernels.decode is not None, "batches without dropout decode"
             pages = () if step.block_table is None else (step.block_table.contiguous(), step.max_k)
             splits = step.num_splits or None

@@ -6,7 +6,9 @@ change without a rebuild. Kernels that check pairs also read the parameters of t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,12 +32,26 @@ class _Rows(NamedTuple):
     keys: Tensor | int
 
 
-def of_call(spec: Spec, call: Call, pass_name: str) -> list[Tensor]:
+Functions: TypeAlias = Mapping[str, Callable[..., Sequence[Tensor]]]  # generated, by pass
+
+
+def of_call(spec: Spec, call: Call, pass_name: str, generated: Functions = MappingProxyType({})) -> list[Tensor]:
     """Return the tables that kernels of a pass take, as :meth:`mtagen.Spec.tables` describes them, and then the
     parameters that kernels read, :attr:`mtagen.Spec.checked_arguments`.
+
+    Args:
+        spec: the operator.
+        call: the call.
+        pass_name: the pass.
+        generated: functions that compute the tables by one or two kernels. Without the pass's function many
+            operations of PyTorch compute the same tables.
     """
     if spec.visible is None:
         return []
+    if function := generated.get(pass_name):
+        n_k = call.k.shape[2] if call.documents is None else len(call.k)
+        boundaries = () if call.documents is None else (x.contiguous() for x in call.documents[:2])
+        return [*function(call.q, *_read(spec, call), *boundaries, n_k), *_checked(spec, call)]
     names = [table.name for table in spec.tables(pass_name)]
     rows = _rows_of_batch(call) if call.documents is None else _rows_of_documents(call)
     first, last = _limits(spec, call, rows)
@@ -51,10 +67,16 @@ def of_call(spec: Spec, call: Call, pass_name: str) -> list[Tensor]:
     return [*(made if call.documents is None else (x.flatten() for x in made)), *_checked(spec, call)]
 
 
-def of_step(spec: Spec, step: Step) -> list[Tensor]:
-    """Return the tables of the rows of a step of decoding, earlier queries first, ``(B, context + n_new)``."""
+def of_step(spec: Spec, step: Step, generated: Functions = MappingProxyType({})) -> list[Tensor]:
+    """Return the tables of the rows of a step of decoding, earlier queries first, ``(B, context + n_new)``.
+
+    The arguments are those of :func:`of_call`.
+    """
     if spec.visible is None:
         return []
+    if function := generated.get("decode"):
+        lengths = None if step.cache_seqlens is None else step.cache_seqlens.contiguous()
+        return [*function(step.q_tail, *_read(spec, step), lengths, step.capacity), *_checked(spec, step)]
     (batch, _, rows_of_step, _), capacity, device = step.q_tail.shape, step.capacity, step.q_tail.device
     keys = torch.full((batch, 1), capacity, device=device)
     if step.cache_seqlens is not None:
@@ -112,8 +134,17 @@ def _bounds(spec: Spec, call: Call | Step) -> Bounds:
 
 def _checked(spec: Spec, call: Call | Step) -> list[Tensor]:
     """Return the parameters that kernels read to check pairs."""
+    return _named(spec, call, spec.checked_parameters)
+
+
+def _read(spec: Spec, call: Call | Step) -> list[Tensor]:
+    """Return the parameters from which generated functions compute the tables."""
+    return _named(spec, call, spec.table_parameters)
+
+
+def _named(spec: Spec, call: Call | Step, names: Collection[str]) -> list[Tensor]:
     arguments = zip(spec.learned_arguments, call.learned, strict=True)
-    return [x.contiguous() for argument, x in arguments if argument.name in spec.checked_parameters]
+    return [x.contiguous() for argument, x in arguments if argument.name in names]
 
 
 def _gap(spec: Spec, call: Call, rows: _Rows, last: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,9 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from ..dtypes import ARGUMENT_DTYPES, TORCH_DTYPES
+from ..planner.passes import passes_of
 from ..planner.plan import Plan
-from ..spec import MAX_NEW_TOKENS, Argument
+from ..spec import INTEGERS, MAX_NEW_TOKENS, Argument
 from .loaded import without_recipes
 
 
@@ -73,25 +74,38 @@ def recorded(module: ModuleType, *, run: bool = True) -> Iterator[list[Launch]]:
         vars(module).update(kernels)
 
 
-def dry_run(plan: Plan, hosts: Mapping[str, ModuleType], device: torch.device) -> list[Launch]:
-    """Return the launches of a small call of each pass, without launching.
+def dry_run(
+    plan: Plan, hosts: Mapping[str, ModuleType], device: torch.device, tables: ModuleType | None = None
+) -> list[Launch]:
+    """Return the launches of a small call of each pass, and of its tables, without launching.
 
-    ``hosts`` maps passes to their modules.
+    Args:
+        plan: the plan.
+        hosts: the modules of passes.
+        device: the device of the calls.
+        tables: the module that computes the tables of the mask, if there is one.
     """
     launches: list[Launch] = []
     for pass_name, module in hosts.items():
         with recorded(module, run=False) as pass_launches:
             exercise(plan, module, device, pass_name)
         launches += pass_launches
+    if tables:
+        with recorded(tables, run=False) as launches_of_tables:
+            exercise_tables(plan, tables, device)
+        launches += launches_of_tables
     return launches
 
 
-def compile_launches(plan: Plan, hosts: Mapping[str, ModuleType], device: torch.device) -> None:
-    """Compile the kernels that :func:`exercise` launches on the current device, several at once.
+def compile_launches(
+    plan: Plan, hosts: Mapping[str, ModuleType], device: torch.device, tables: ModuleType | None = None
+) -> None:
+    """Compile the kernels that :func:`exercise` and :func:`exercise_tables` launch on the current device, several at
+    once.
 
     A kernel that does not compile is skipped here: its launch says why.
     """
-    launches = dry_run(plan, hosts, device)
+    launches = dry_run(plan, hosts, device, tables)
 
     def compile_all() -> None:
         # MLIR's passes and ptxas, five sixths of the time, release the interpreter lock.
@@ -152,3 +166,25 @@ def exercise(plan: Plan, module: ModuleType, device: torch.device, pass_name: st
         for cache_seqlens in all_lengths:
             of_step = [zeros(table, Nq=q_tail.shape[2]) for table in tables]
             module.decode(q_tail, *caches, *weights, *of_step, 1.0, cache_seqlens, None, *pages)
+
+
+def exercise_tables(plan: Plan, module: ModuleType, device: torch.device) -> None:
+    """Compute the tables of the plan's mask for small calls, with parameters of each dtype that they may have."""
+    spec = plan.spec
+    q = torch.zeros((1, 1, 16) if spec.packed else (1, 1, 1, 16), dtype=TORCH_DTYPES[spec.dtype], device=device)
+    sizes = dict.fromkeys(("B", "documents", "Nk", "total_k"), 1)
+    read = [argument for argument in spec.learned_arguments if argument.name in spec.table_parameters]
+    lengths = torch.ones(1, dtype=torch.int32, device=device)
+    cu_seq = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    for dtype in INTEGERS if read else INTEGERS[:1]:
+        dtypes = [dtype if dtype in argument.dtypes else argument.dtypes[0] for argument in read]
+        parameters = [
+            torch.zeros(argument.extents(sizes), dtype=ARGUMENT_DTYPES[of], device=device)
+            for argument, of in zip(read, dtypes, strict=True)
+        ]
+        for pass_name in passes_of(spec):
+            if pass_name == "decode":
+                module.decode_tables(q, *parameters, lengths, 1)
+            else:
+                boundaries = [cu_seq, cu_seq] if spec.packed else []
+                getattr(module, f"{pass_name}_tables")(q, *parameters, *boundaries, 1)

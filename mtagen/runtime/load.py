@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +38,8 @@ class Passes:
             takes block_table and max_k.
         reads_pages: whether forward reads keys and values of packed documents from pages; it then takes block_table
             after max_k.
+        tables: functions that compute the tables of the mask on the device, by pass; without them PyTorch's operations
+            do.
         skips_earlier_rows: whether forward does not read queries before a document's start, if hidden scores are
             zeros before the convolution.
     """
@@ -47,6 +49,7 @@ class Passes:
     decode: Callable[..., tuple[Tensor, Tensor]] | None = None
     reads_pages: bool = False
     skips_earlier_rows: bool = False
+    tables: Mapping[str, Callable[..., Sequence[Tensor]]] = field(default_factory=dict)
 
 
 def available_backends() -> tuple[Backend, ...]:
@@ -59,7 +62,7 @@ def plan_key(plan: Plan, sources: Sources) -> str:
     """Return the hash of a plan, its sources and the packages that run them: identity of an op and
     its cache entry.
     """
-    triton = triton_version() if plan.triton else None
+    triton = triton_version() if plan.triton or sources.tables else None
     return cache_key(sources.digest, plan.to_dict(), torch.__version__, triton)
 
 
@@ -72,8 +75,12 @@ def load(plan: Plan, sources: Sources) -> Passes:
     """
     hosts = {name: getattr(load_host(plan, sources, name), name) for name in sources.hosts}
     reads_pages = plan.spec.packed and plan.spec.page_size is not None
+    module = load_tables(plan, sources)
     return Passes(
-        **hosts, reads_pages=reads_pages, skips_earlier_rows=reads_pages and plan["forward"].lowering == "tile"
+        **hosts,
+        reads_pages=reads_pages,
+        skips_earlier_rows=reads_pages and plan["forward"].lowering == "tile",
+        tables={} if module is None else {name: getattr(module, f"{name}_tables") for name in sources.hosts},
     )
 
 
@@ -87,11 +94,7 @@ def load_host(plan: Plan, sources: Sources, pass_name: str) -> ModuleType:
     """
     if pass_name in plan.triton:
         require_triton()
-    file = sources.hosts[pass_name]
-    files = {name: content.encode() for name, content in sources.files.items()}
-    metadata = {"plan": plan.to_dict()}
-    entry = Cache().get_or_build(plan.name, plan.target, plan_key(plan, sources), dict, metadata, sources=files)
-    module = load_module(entry.path / file, files[file])
+    module = _load_file(plan, sources, sources.hosts[pass_name])
 
     def compile_source(source: Path, target: str, index: int) -> bytes:
         arch = arch_for(target, torch.cuda.get_device_capability(index))
@@ -100,6 +103,21 @@ def load_host(plan: Plan, sources: Sources, pass_name: str) -> ModuleType:
     if plan.cuda:
         module.compile_source = compile_source  # type: ignore[attr-defined]
     return module
+
+
+def load_tables(plan: Plan, sources: Sources) -> ModuleType | None:
+    """Return the module that computes the tables of the plan's mask.
+
+    None if no kernel reads tables, or without the triton package: a plan of CUDA kernels needs none.
+    """
+    return _load_file(plan, sources, sources.tables) if sources.tables and triton_version() else None
+
+
+def _load_file(plan: Plan, sources: Sources, file: str) -> ModuleType:
+    files = {name: content.encode() for name, content in sources.files.items()}
+    metadata = {"plan": plan.to_dict()}
+    entry = Cache().get_or_build(plan.name, plan.target, plan_key(plan, sources), dict, metadata, sources=files)
+    return load_module(entry.path / file, files[file])
 
 
 def compile_kernels(plan: Plan, sources: Sources) -> None:
@@ -121,13 +139,16 @@ def compile_kernels(plan: Plan, sources: Sources) -> None:
         for device in devices:  # in turn: equal GPUs share the cubins that are compiled for the first
             for module in dict.fromkeys(hosts.values()):  # passes of one lowering share a module
                 list(pool.map(partial(_load, module, device), getattr(module, "SOURCES", ())))
-    for device in devices if plan.triton else ():
-        from .launches import compile_launches, exercise  # which needs triton
+    tables = load_tables(plan, sources) if devices else None
+    for device in devices if plan.triton or tables else ():
+        from .launches import compile_launches, exercise, exercise_tables  # which need triton
 
         with torch.cuda.device(device):  # Triton launches on the current device
-            compile_launches(plan, {pass_name: hosts[pass_name] for pass_name in plan.triton}, device)
+            compile_launches(plan, {pass_name: hosts[pass_name] for pass_name in plan.triton}, device, tables)
             for pass_name in plan.triton:
                 exercise(plan, hosts[pass_name], device, pass_name)
+            if tables:
+                exercise_tables(plan, tables, device)
             torch.cuda.synchronize()
 
 

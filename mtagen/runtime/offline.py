@@ -25,7 +25,7 @@ from ..codegen import render
 from ..dtypes import TORCH_DTYPES
 from ..planner import Plan, get_target
 from .launches import Launch, dry_run
-from .load import load_host
+from .load import load_host, load_tables
 from .loaded import without_launches
 
 # Triton's names of the dtypes.
@@ -67,15 +67,16 @@ class Usage:
 
 
 def launches(plan: Plan) -> list[Launch]:
-    """Return one launch of each Triton kernel, from small forward, backward and decode calls;
-    nothing runs.
+    """Return one launch of each Triton kernel, from small forward, backward and decode calls and the tables of their
+    mask; nothing runs.
     """
     sources = render(plan)
     hosts = {pass_name: load_host(plan, sources, pass_name) for pass_name in plan.triton}
     with ExitStack() as stack:
         for module in dict.fromkeys(hosts.values()):  # passes of one lowering share a module
             stack.enter_context(without_launches(module))
-        return [*{launch.kernel.__name__: launch for launch in dry_run(plan, hosts, torch.device("cpu"))}.values()]
+        launched = dry_run(plan, hosts, torch.device("cpu"), load_tables(plan, sources))
+    return [*{launch.kernel.__name__: launch for launch in launched}.values()]
 
 
 def compile_offline(plan: Plan, part: str = "") -> dict[str, Usage]:

@@ -31,6 +31,7 @@ QUICK = frozenset(
         "test_contributing.py::test_every_test_that_commands_select_exists",
         "test_cpu.py",
         "test_distributed.py::test_gradients_of_a_chunk_are_summed",
+        "test_distributed.py::test_parts_count_from_the_begin_of_a_sequence[prefix-None]",
         "test_distributed.py::test_shapes_follow_from_arguments",
         "test_docs.py::test_code[docs/distributed.md]",
         "test_emulated_documents.py::test_dropout[sm_80-3x3-d32-bf16-both-causal-source-dropout]",

@@ -4,7 +4,33 @@ from __future__ import annotations
 
 from ..mutant import Mutant
 
+PLACES = "mtagen/distributed/places.py"
+
 MUTANTS = (
+    Mutant(
+        "ranks-positions-of-queries-that-end-with-keys",
+        PLACES,
+        "places = call.queries.start - (call.keys.count - call.queries.count), call.keys.start",
+        "places = call.queries.start, call.keys.start",
+        "A condition gets wrong positions where a rank's queries do not begin as its keys do.",
+        ("tests/test_distributed.py::test_conditions",),
+    ),
+    Mutant(
+        "ranks-documents-from-the-first-row",
+        PLACES,
+        "return cls(queries[:-1] - begin - aligned, keys[:-1] - begin)",
+        "return cls(queries[:-1] - begin, keys[:-1] - begin)",
+        "A condition gets wrong positions in documents that chunks cut.",
+        ("tests/test_distributed.py::test_conditions_of_documents",),
+    ),
+    Mutant(
+        "ranks-keys-of-the-call",
+        PLACES,
+        "slots[name]: x.contiguous() for name, x in named",
+        "slots[name]: x * (name != 'keys_before') for name, x in named",
+        "A condition counts keys from the first key that a rank has.",
+        ("tests/test_distributed.py::test_conditions",),
+    ),
     Mutant(
         "ranks-expressions-of-positions",
         "mtagen/distributed/context_parallel.py",

@@ -6,6 +6,7 @@ from ..mutant import CUDA, EMULATED, TRITON, Mutant
 
 BOUNDS, TABLES = "mtagen/expressions/bounds.py", "mtagen/ops/mask_tables.py"
 TESTS, INTERPRETED = "tests/test_visible.py", "tests/interpreter/test_visible.py"
+GENERATED, TABLES_TEST = f"{TRITON}/mask_tables.py.j2", "tests/interpreter/test_generated_tables.py"
 
 MUTANTS = (
     Mutant(
@@ -150,7 +151,7 @@ MUTANTS = (
         "last = rows.keys - 1 if last is None else torch.minimum(last, rows.keys - 1)",
         "last = rows.keys - 1 if last is None else last",
         "Kernels take in keys that do not exist, or those of the next document.",
-        (f"{INTERPRETED}::test_batch", f"{INTERPRETED}::test_packed_documents"),
+        (f"{TABLES_TEST}::test_packed_documents",),
     ),
     Mutant(
         "mask-tables-without-the-window",
@@ -158,7 +159,7 @@ MUTANTS = (
         "first = in_window if first is None else torch.maximum(first, in_window)",
         "pass",
         "Kernels see keys before the window.",
-        (f"{INTERPRETED}::test_batch",),
+        (f"{TABLES_TEST}::test_batch",),
     ),
     Mutant(
         "mask-rows-of-keys-by-the-last-row",
@@ -166,7 +167,7 @@ MUTANTS = (
         "_searched(call, last.cummax(-1).values, ",
         "_searched(call, last, ",
         "Gradients of keys lack rows that see them, if later rows see fewer keys.",
-        (f"{INTERPRETED}::test_batch",),
+        (f"{TABLES_TEST}::test_batch",),
     ),
     Mutant(
         "mask-interior-of-the-least-row",
@@ -190,7 +191,7 @@ MUTANTS = (
         "positions = keys - rows_of_step + torch.arange(rows_of_step, device=device)",
         "positions = keys - 1 - torch.arange(rows_of_step, device=device)",
         "A step's rows have the masks of others.",
-        (f"{INTERPRETED}::test_batch",),
+        (f"{TABLES_TEST}::test_steps",),
     ),
     Mutant(
         "mask-in-cuda-begins-without-the-filter",
@@ -247,5 +248,53 @@ MUTANTS = (
         "const KeysSeen seen(ranges, 0, head_rows - 1, threadIdx.x & 31);",
         "A step ends with the keys that earlier queries see.",
         (f"{EMULATED}::test_masks_in_tables",),
+    ),
+    Mutant(
+        "mask-tables-in-32-bits",
+        "mtagen/codegen/expressions.py",
+        "    def fits(self, expr: Expr) -> bool:\n        return False",
+        "    def fits(self, expr: Expr) -> bool:\n        return True",
+        "Bounds that are computed from large numbers overflow.",
+        (f"{TABLES_TEST}::test_batch",),
+    ),
+    Mutant(
+        "mask-tables-first-of-two-gaps",
+        GENERATED,
+        "is_longer = last - first > gap_last - gap_first",
+        "is_longer = gap_last < gap_first",
+        "Kernels skip a gap that is not the longest.",
+        (f"{TABLES_TEST}::test_batch",),
+    ),
+    Mutant(
+        "mask-tables-of-earlier-documents",
+        GENERATED,
+        "first_row = tl.minimum(tl.maximum(first_row - before, 0), count)",
+        "first_row = tl.minimum(first_row, count)",
+        "Rows of a document are counted from the first row of all.",
+        (f"{TABLES_TEST}::test_packed_documents",),
+    ),
+    Mutant(
+        "mask-tables-of-padding",
+        GENERATED,
+        "keys = tl.where(exists, end_k - begin_k, 0).to(tl.int64)",
+        "keys = (end_k - begin_k).to(tl.int64)",
+        "Rows after the last document see keys.",
+        (f"{TABLES_TEST}::test_packed_documents",),
+    ),
+    Mutant(
+        "mask-tables-of-a-later-block",
+        GENERATED,
+        "tl.where(most >= key[:, None], blocks, n_blocks)",
+        "tl.where(most > key[:, None], blocks, n_blocks)",
+        "A key lacks a row that sees no later key, if the row is the last of its block.",
+        (f"{TABLES_TEST}::test_batch",),
+    ),
+    Mutant(
+        "mask-tables-of-rows-before-a-sequence",
+        GENERATED,
+        'sees{{ " & (position >= 0)" if is_step }}',
+        "sees",
+        "Rows of a step before the sequence see keys.",
+        (f"{TABLES_TEST}::test_steps",),
     ),
 )
