@@ -126,15 +126,29 @@ class _Differentiable(Recorded):
         tensors, ctx.others = Call(*arguments).split()
         ctx.arguments = len(arguments)
         ctx.save_for_backward(*results, *tensors)
+        ctx.set_materialize_grads(False)  # kernels need no zeros for results that nothing depends on
         return results
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        out, lse, *tensors = ctx.saved_tensors
-        call = Call.joined(tensors, ctx.others)
-        grads = iter(backward(call, grad_out, grad_lse, out, lse))
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        out, lse = saved[:2]
+        call = Call.joined(saved[2:], ctx.others)
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        # run() would ask the same of more arguments, and make a call of them again.
+        if (
+            torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or forward_ad._current_level >= 0
+            or not is_passed_on((grad_out, grad_lse, *saved))
+        ):
+            grads = backward(call, grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse, out, lse)
+        else:
+            grads = executor_of(call.key).backward(call, grad_out, grad_lse, out, lse)
+        given = iter(grads)
         others = (None,) * (ctx.arguments - INPUTS)
-        return None, *(None if x is None else next(grads) for x in call[:INPUTS]), *others
+        return None, *[None if x is None else next(given) for x in call[:INPUTS]], *others
 
 
 class DifferentiatedOnce(Recorded):
