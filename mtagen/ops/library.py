@@ -113,7 +113,15 @@ class Recorded(torch.autograd.Function):
     returns: type[tuple[Any, ...]] | type[list[Any]] = tuple
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: Callable[..., Any], arguments: Sequence[Any], *given: Tensor) -> tuple[Tensor, ...]:
+        """Run the op.
+
+        Args:
+            ctx: what autograd keeps for the backward pass.
+            run: computes the op.
+            arguments: its arguments.
+            given: the tensors among them, which autograd looks for here. It takes longer for arguments that are None.
+        """
         return tuple(run(*arguments))
 
 
@@ -121,10 +129,10 @@ class _Differentiable(Recorded):
     """The op's forward pass, which saves the tensors that its backward pass needs."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: Callable[..., Any], arguments: Sequence[Any], *given: Tensor) -> tuple[Tensor, ...]:
         results: tuple[Tensor, ...] = run(*arguments)
         tensors, ctx.others = Call(*arguments).split()
-        ctx.arguments = len(arguments)
+        ctx.given = len(given)
         ctx.save_for_backward(*results, *tensors)
         ctx.set_materialize_grads(False)  # kernels need no zeros for results that nothing depends on
         return results
@@ -146,9 +154,7 @@ class _Differentiable(Recorded):
             grads = backward(call, grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse, out, lse)
         else:
             grads = executor_of(call.key).backward(call, grad_out, grad_lse, out, lse)
-        given = iter(grads)
-        others = (None,) * (ctx.arguments - INPUTS)
-        return None, *[None if x is None else next(given) for x in call[:INPUTS]], *others
+        return None, None, *grads, *(None,) * (ctx.given - len(grads))
 
 
 class DifferentiatedOnce(Recorded):
@@ -195,7 +201,8 @@ def _autograd(run: Callable[..., Any], function: type[Recorded], *arguments: Any
             raise BackendError(explain("transform", got, rule, "torch.autograd.grad, or mtagen.reference"))
         # function.apply would also look for wrappers that transforms have left behind. None come here, because the
         # dispatcher takes them off.
-        return function.returns(super(torch.autograd.Function, function).apply(run, *arguments))  # type: ignore[misc]
+        given = [x for x in arguments if x is not None and isinstance(x, Tensor)]
+        return function.returns(super(torch.autograd.Function, function).apply(run, arguments, *given))  # type: ignore[misc]
     return run(*arguments)
 
 
