@@ -654,7 +654,7 @@ def forward(q, k, v, weight, scale):
         q: (B, H, Nq, 64).
         k: (B, Hkv, Nk, 64) in the dtype of q.
         v: (B, Hkv, Nk, 64) in the dtype of q.
-        weight: (H, 1, 1) fp32, contiguous.
+        weight: (H, 1, 1) fp32, contiguous; None for ones.
         scale: a float, the factor of products of q and k.
 
     H is a multiple of Hkv, Nq and Nk are at least 1. Rows of q, k and v start at multiples of 16 bytes,
@@ -663,6 +663,8 @@ def forward(q, k, v, weight, scale):
     Returns:
         out (B, H, Nq, 64) in the dtype of q, and lse (B, H, Nq) fp32.
     """
+    if weight is None:
+        weight = q.new_ones(q.shape[1], 1, 1, dtype=torch.float32)
     sizes = q.shape[2], k.shape[2]
     n_q, n_k = sizes
     n_heads, group = q.shape[1], q.shape[1] // k.shape[1]
@@ -725,7 +727,7 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
 
     Args:
         grad_out: (B, H, Nq, 64) in the dtype of q; rows aligned like rows of q.
-        grad_lse: (B, H, Nq) fp32, contiguous.
+        grad_lse: (B, H, Nq) fp32, contiguous; None for zeros.
         q, k, v, weight: forward's arguments.
         out, lse: forward's results.
         scale: forward's argument.
@@ -733,8 +735,11 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
 
     Returns:
         dq, dk and dv of the shapes and dtypes of q, k and v, contiguous.
-        dweight (H, 1, 1) fp32.
+        dweight (H, 1, 1) fp32; anything if weight is None.
     """
+    if weight is None:
+        weight = q.new_ones(q.shape[1], 1, 1, dtype=torch.float32)
+    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
     sizes = q.shape[2], k.shape[2]
     n_q, n_k = sizes
     n_heads, group = q.shape[1], q.shape[1] // k.shape[1]
@@ -1101,6 +1106,8 @@ def decode(
         out (B, H, n_new, 64) in the dtype of q_tail, and lse (B, H, n_new) fp32.
     """
     _, kv_heads, n_max, _ = k_cache.shape
+    if weight is None:
+        weight = q_tail.new_ones(q_tail.shape[1], 1, 1, dtype=torch.float32)
     batch, n_heads, tail, _ = q_tail.shape
     group, n_new = n_heads // kv_heads, tail
     rows = batch * n_heads * n_new

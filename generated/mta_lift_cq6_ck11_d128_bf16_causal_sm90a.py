@@ -1000,7 +1000,7 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
 
     Args:
         grad_out: (B, H, Nq, 128) in the dtype of q; rows aligned like rows of q.
-        grad_lse: (B, H, Nq) fp32, contiguous.
+        grad_lse: (B, H, Nq) fp32, contiguous; None for zeros.
         q, k, v, weight: forward's arguments.
         out, lse: forward's results.
         scale: forward's argument.
@@ -1010,6 +1010,7 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
         dq, dk and dv of the shapes and dtypes of q, k and v, contiguous.
         dweight (H, 6, 11) fp32.
     """
+    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
     sizes = q.shape[2], k.shape[2]
     n_q, n_k = sizes
     n_heads, group = q.shape[1], q.shape[1] // k.shape[1]

@@ -13,6 +13,7 @@ rows have scores but no probabilities. There are keys 0 .. keys - 1, and `pitch`
 
 import contextlib
 import ctypes
+import functools
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -455,6 +456,19 @@ def mta_strip_decode_values_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     tl.store(partial_ptr + place[:, None].to(tl.int64) * 64 + d, acc, mask=exists)
 
 
+def _without_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with gradients off. Where they are off, as in backward passes, torch.no_grad would take as long."""
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*arguments, **options)
+        with torch.no_grad():
+            return function(*arguments, **options)
+
+    return called
+
+
 class Call:
     """The memory and the launches of one call, which are made at once.
 
@@ -534,6 +548,8 @@ class Place(NamedTuple):
     def of(self, bases: Sequence[Any]) -> torch.Tensor:
         """The view of a call's tensor."""
         base: torch.Tensor = bases[self.base]
+        if not self.offset:  # PyTorch takes the tensor's own offset, and less time
+            return base.as_strided(self.shape, self.strides)
         return base.as_strided(self.shape, self.strides, base.storage_offset() + self.offset)
 
 
@@ -746,8 +762,12 @@ class Recipe:
         self._pack_into = struct.Struct(f"{len(self._pointers)}P").pack_into
         self._frames: list[tuple[Any, list[Callable[..., Any]]]] = []  # each is free for a call
 
-    def __call__(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+    def __call__(self, tensors: Sequence[Any], begins: Sequence[int]) -> tuple[Any, ...]:
         """Make a call, whose first tensor is on the current device.
+
+        Args:
+            tensors: the call's tensors.
+            begins: the address of each.
 
         Returns:
             what the call returns.
@@ -757,8 +777,10 @@ class Recipe:
         workspace = like.new_empty(self._elements)
         if self._zeroed:
             workspace[: self._zeroed].zero_()
-        bases = [*tensors, workspace, *results, *(workspace.view(dtype) for dtype in self._dtypes)]
-        addresses = [bases[base].data_ptr() + offset for base, offset in self._pointers]
+        bases = [*tensors, workspace, *results]
+        begins = [*begins, workspace.data_ptr(), *[x.data_ptr() for x in results]]
+        bases += [workspace.view(dtype) for dtype in self._dtypes]
+        addresses = [begins[base] + offset for base, offset in self._pointers]
         try:
             frame = self._frames.pop()  # a call of another thread meanwhile takes another frame
         except IndexError:
@@ -769,7 +791,7 @@ class Recipe:
         for step in steps:
             step(stream, bases, addresses)
         self._frames.append(frame)
-        return tuple(x.of(bases) for x in self._returned)
+        return tuple([x.of(bases) for x in self._returned])
 
     def _frame(self) -> tuple[Any, list[Callable[..., Any]]]:
         """Memory for the arguments of a call's launches, and the steps of a call that has it."""
@@ -821,9 +843,17 @@ class Recipes:
         like = tensors[0]
         if self._suspended or not self.serves(like):
             return function(Call(like), *tensors, *numbers)
+        begins = [0 if x is None else x.data_ptr() for x in tensors]
+        bits = 0
+        facts: list[Any] = [function, like.get_device(), numbers]  # one tuple, because hashes of many take longer
+        for x, begin in zip(tensors, begins, strict=True):
+            if x is None:
+                facts.append(None)
+            else:  # strides of a dense tensor follow from its shape
+                facts += x.dtype, x.shape, x.is_contiguous() or x.stride()
+                bits |= begin
         # Triton's kernels are compiled for dtypes, and for aligned addresses and others.
-        facts = [None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() & 15) for x in tensors]
-        key = (function, like.get_device(), numbers, *facts)
+        key = *facts, *([begin & 15 for begin in begins] if bits & 15 else ())
         recipe = self._recipes.get(key)
         if recipe is None:
             if key not in self._seen:
@@ -832,7 +862,7 @@ class Recipes:
             notes = Recorder(tensors)
             recipe = Recipe(notes, function(notes, *notes.tensors, *numbers))
             self._keep(self._recipes, key, recipe)
-        return recipe(tensors)
+        return recipe(tensors, begins)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -1072,7 +1102,7 @@ def _matrices(partial: torch.Tensor, n_heads: int, mixed: int, heads: int) -> to
     return blocks.permute(0, 3, 1, 2).reshape(-1, mixed, mixed)[: n_heads // mixed].contiguous()
 
 
-@torch.no_grad()
+@_without_gradients
 def forward(q, k, v, head_weight, post_head_weight, scale):
     """Attention by the stages above.
 
@@ -1148,7 +1178,7 @@ def _forward(
     return out, lse
 
 
-@torch.no_grad()
+@_without_gradients
 def backward(
     grad_out, grad_lse, q, k, v, head_weight, post_head_weight, out, lse, scale,
     *, deterministic=True,
@@ -1157,7 +1187,7 @@ def backward(
 
     Args:
         grad_out: (B, H, Nq, 64) in the dtype of q.
-        grad_lse: (B, H, Nq) fp32, contiguous.
+        grad_lse: (B, H, Nq) fp32, contiguous; None for zeros.
         q, k, v, head_weight, post_head_weight: forward's arguments.
         out, lse: forward's results.
         scale: forward's argument.
@@ -1167,6 +1197,7 @@ def backward(
         Gradients of q, k, v in their shapes and dtypes, and of the weights in fp32.
     """
 
+    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
     dq, dk, dv, *sums = RECIPES.call(
         _backward,
         (
@@ -1260,7 +1291,7 @@ def _backward(
     return dq, dk, dv, mix_partial, post_mix_partial
 
 
-@torch.no_grad()
+@_without_gradients
 def decode(
     q_tail, k_cache, v_cache, head_weight, post_head_weight,
     scale, cache_seqlens=None, num_splits=None,

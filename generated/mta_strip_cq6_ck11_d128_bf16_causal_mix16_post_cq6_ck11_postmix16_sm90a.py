@@ -15,6 +15,7 @@ rows have scores but no probabilities. There are keys 0 .. keys - 1, and `pitch`
 
 import contextlib
 import ctypes
+import functools
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -96,9 +97,11 @@ class Kernel:
         """Return a launch whose arguments lie at these addresses whenever it is called, with the stream."""
         pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         parameters, blocks = ctypes.addressof(pointers), (*grid, 1, 1)[:3]
+        how = self._function, *blocks, self._threads, 1, 1, self._shared
 
         def launch(stream: int, *_: Any, keeps: Any = pointers) -> None:
-            self._launch(stream, grid, blocks, parameters)
+            if driver.cuLaunchKernel(*how, stream, parameters, 0)[0]:
+                self._launch(stream, grid, blocks, parameters)  # again, which mends or names what was wrong
 
         return launch
 
@@ -368,6 +371,19 @@ def load(name, device, cubin=None):
     return LOADED[name].setdefault(index, load_kernels(cubin, KERNELS[name], index))
 
 
+def _without_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with gradients off. Where they are off, as in backward passes, torch.no_grad would take as long."""
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*arguments, **options)
+        with torch.no_grad():
+            return function(*arguments, **options)
+
+    return called
+
+
 class Call:
     """The memory and the launches of one call, which are made at once.
 
@@ -447,6 +463,8 @@ class Place(NamedTuple):
     def of(self, bases: Sequence[Any]) -> torch.Tensor:
         """The view of a call's tensor."""
         base: torch.Tensor = bases[self.base]
+        if not self.offset:  # PyTorch takes the tensor's own offset, and less time
+            return base.as_strided(self.shape, self.strides)
         return base.as_strided(self.shape, self.strides, base.storage_offset() + self.offset)
 
 
@@ -659,8 +677,12 @@ class Recipe:
         self._pack_into = struct.Struct(f"{len(self._pointers)}P").pack_into
         self._frames: list[tuple[Any, list[Callable[..., Any]]]] = []  # each is free for a call
 
-    def __call__(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+    def __call__(self, tensors: Sequence[Any], begins: Sequence[int]) -> tuple[Any, ...]:
         """Make a call, whose first tensor is on the current device.
+
+        Args:
+            tensors: the call's tensors.
+            begins: the address of each.
 
         Returns:
             what the call returns.
@@ -670,8 +692,10 @@ class Recipe:
         workspace = like.new_empty(self._elements)
         if self._zeroed:
             workspace[: self._zeroed].zero_()
-        bases = [*tensors, workspace, *results, *(workspace.view(dtype) for dtype in self._dtypes)]
-        addresses = [bases[base].data_ptr() + offset for base, offset in self._pointers]
+        bases = [*tensors, workspace, *results]
+        begins = [*begins, workspace.data_ptr(), *[x.data_ptr() for x in results]]
+        bases += [workspace.view(dtype) for dtype in self._dtypes]
+        addresses = [begins[base] + offset for base, offset in self._pointers]
         try:
             frame = self._frames.pop()  # a call of another thread meanwhile takes another frame
         except IndexError:
@@ -682,7 +706,7 @@ class Recipe:
         for step in steps:
             step(stream, bases, addresses)
         self._frames.append(frame)
-        return tuple(x.of(bases) for x in self._returned)
+        return tuple([x.of(bases) for x in self._returned])
 
     def _frame(self) -> tuple[Any, list[Callable[..., Any]]]:
         """Memory for the arguments of a call's launches, and the steps of a call that has it."""
@@ -734,9 +758,17 @@ class Recipes:
         like = tensors[0]
         if self._suspended or not self.serves(like):
             return function(Call(like), *tensors, *numbers)
+        begins = [0 if x is None else x.data_ptr() for x in tensors]
+        bits = 0
+        facts: list[Any] = [function, like.get_device(), numbers]  # one tuple, because hashes of many take longer
+        for x, begin in zip(tensors, begins, strict=True):
+            if x is None:
+                facts.append(None)
+            else:  # strides of a dense tensor follow from its shape
+                facts += x.dtype, x.shape, x.is_contiguous() or x.stride()
+                bits |= begin
         # Triton's kernels are compiled for dtypes, and for aligned addresses and others.
-        facts = [None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() & 15) for x in tensors]
-        key = (function, like.get_device(), numbers, *facts)
+        key = *facts, *([begin & 15 for begin in begins] if bits & 15 else ())
         recipe = self._recipes.get(key)
         if recipe is None:
             if key not in self._seen:
@@ -745,7 +777,7 @@ class Recipes:
             notes = Recorder(tensors)
             recipe = Recipe(notes, function(notes, *notes.tensors, *numbers))
             self._keep(self._recipes, key, recipe)
-        return recipe(tensors)
+        return recipe(tensors, begins)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -978,7 +1010,7 @@ def _matrices(partial: torch.Tensor, n_heads: int, mixed: int, heads: int) -> to
     return blocks.permute(0, 3, 1, 2).reshape(-1, mixed, mixed)[: n_heads // mixed].contiguous()
 
 
-@torch.no_grad()
+@_without_gradients
 def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
     """Attention by the stages above.
 
@@ -1075,7 +1107,7 @@ def _forward(
     return out, lse
 
 
-@torch.no_grad()
+@_without_gradients
 def backward(
     grad_out, grad_lse, q, k, v, weight, head_weight, post_weight, post_head_weight, out, lse, scale,
     *, deterministic=True,
@@ -1084,7 +1116,7 @@ def backward(
 
     Args:
         grad_out: (B, H, Nq, 128) in the dtype of q.
-        grad_lse: (B, H, Nq) fp32, contiguous.
+        grad_lse: (B, H, Nq) fp32, contiguous; None for zeros.
         q, k, v, weight, head_weight, post_weight, post_head_weight: forward's arguments.
         out, lse: forward's results.
         scale: forward's argument.
@@ -1243,7 +1275,7 @@ def _backward(
     return dq, dk, dv, mix_partial, post_mix_partial, convolution_partial, post_convolution_partial
 
 
-@torch.no_grad()
+@_without_gradients
 def decode(
     q_tail, k_cache, v_cache, weight, head_weight, post_weight, post_head_weight,
     scale, cache_seqlens=None, num_splits=None,

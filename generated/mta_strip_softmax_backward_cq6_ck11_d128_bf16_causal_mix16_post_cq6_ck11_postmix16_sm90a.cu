@@ -701,8 +701,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
     for (int n = 0; n < 4; ++n) {
       dots[n] /= PROBABILITY_SCALE;
       // In context rows (valid <= r < skip) g counts only this strip's outputs. The strip that owns the row counts the
-      // other outputs, and grad_lse.
-      if (place.has(n, lane) && r >= skip) dots[n] -= grad_lse[place.query(n, sequence.query(r), n_q, lane)];
+      // other outputs, and grad_lse. A null grad_lse stands for zeros.
+      if (grad_lse && place.has(n, lane) && r >= skip) dots[n] -= grad_lse[place.query(n, sequence.query(r), n_q, lane)];
       dots[n] /= PROBABILITY_SCALE;  // the probabilities are too large by this factor
     }
 

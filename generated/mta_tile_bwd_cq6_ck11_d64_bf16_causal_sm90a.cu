@@ -682,7 +682,7 @@ struct BatchKeys {
 
 // Writes for every row dot = grad_out . out - grad_lse, which the softmax's gradient subtracts, and lse in units of
 // log2; and zeroes the sums of dQ. Rows that see no key, and rows past the last up to `row_pitch`, get an infinite lse,
-// so that their probabilities are zeros.
+// so that their probabilities are zeros. A null grad_lse stands for zeros.
 extern "C" __global__ void __launch_bounds__(256) mta_tile_bwd_rows_cq6_ck11_d64_bf16_causal_sm90a(
     const Element* __restrict__ out, const Element* __restrict__ grad_out, const float* __restrict__ lse,
     const float* __restrict__ grad_lse, float* __restrict__ row_lse, float* __restrict__ row_dot,
@@ -711,7 +711,7 @@ extern "C" __global__ void __launch_bounds__(256) mta_tile_bwd_rows_cq6_ck11_d64
   dot = sum_of_lanes(dot, ROW_LANES);
   if (i < row_pitch && column == 0) {
     const long long to = static_cast<long long>(head) * row_pitch + i;
-    row_dot[to] = row.exists ? dot - grad_lse[row.statistic] : 0.f;
+    row_dot[to] = row.exists ? dot - (grad_lse ? grad_lse[row.statistic] : 0.f) : 0.f;
     row_lse[to] = row.exists && lse[row.statistic] != -INFINITY ? lse[row.statistic] * LOG2_E : INFINITY;
   }
 }

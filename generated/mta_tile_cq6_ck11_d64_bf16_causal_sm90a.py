@@ -80,9 +80,11 @@ class Kernel:
         """Return a launch whose arguments lie at these addresses whenever it is called, with the stream."""
         pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         parameters, blocks = ctypes.addressof(pointers), (*grid, 1, 1)[:3]
+        how = self._function, *blocks, self._threads, 1, 1, self._shared
 
         def launch(stream: int, *_: Any, keeps: Any = pointers) -> None:
-            self._launch(stream, grid, blocks, parameters)
+            if driver.cuLaunchKernel(*how, stream, parameters, 0)[0]:
+                self._launch(stream, grid, blocks, parameters)  # again, which mends or names what was wrong
 
         return launch
 
@@ -349,7 +351,7 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
 
     Args:
         grad_out: (B, H, Nq, 64) in the dtype of q; rows aligned like rows of q.
-        grad_lse: (B, H, Nq) fp32, contiguous.
+        grad_lse: (B, H, Nq) fp32, contiguous; None for zeros.
         q, k, v, weight: forward's arguments.
         out, lse: forward's results.
         scale: forward's argument.
@@ -371,35 +373,41 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
     dk = q.new_empty(*k.shape)
     dv = q.new_empty(*v.shape)
     dweight = q.new_empty(*weight.shape, dtype=torch.float32)
-    row_lse = q.new_empty(batch * heads, row_pitch, dtype=torch.float32)
-    row_dot = q.new_empty(batch * heads, row_pitch, dtype=torch.float32)
-    dq_sum = q.new_empty(*q.shape, dtype=torch.float32)
-    dw_sums = q.new_empty(66 * heads, dw_terms, dtype=torch.float32)
-    dk_parts = q.new_empty(dk_pieces, 16, dtype=torch.float32)
-    progress = q.new_zeros(batch * heads * key_blocks if deterministic else 0, dtype=torch.int32)
+    progress = q.new_zeros(batch * heads * key_blocks, dtype=torch.int32) if deterministic else None
+    # One allocation, whose parts begin at multiples of 512 bytes, as memory of PyTorch does
+    row_lse_end = -(-(batch * heads * row_pitch) // 128) * 128
+    row_dot_end = row_lse_end + -(-(batch * heads * row_pitch) // 128) * 128
+    dq_sum_end = row_dot_end + -(-(q.numel()) // 128) * 128
+    dw_sums_end = dq_sum_end + -(-(66 * dw_terms * heads) // 128) * 128
+    dk_parts_end = dw_sums_end + -(-(16 * dk_pieces) // 128) * 128
+    workspace = q.new_empty(dk_parts_end, dtype=torch.float32)
+    row_lse = workspace.data_ptr()
+    row_dot = row_lse + 4 * row_lse_end
+    dq_sum = row_lse + 4 * row_dot_end
+    dw_sums = row_lse + 4 * dq_sum_end
+    dk_parts = row_lse + 4 * dw_sums_end
 
     together = _together(batch * kv_heads, 2, n_q, 65536, key_blocks, 65535, deterministic)
     kernels = LOADED["backward"].get(q.device.index) or load("backward", q.device)
     kernels["backward_rows"](
         (-(-row_pitch // 32) * batch * heads,),
-        out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(), grad_lse.data_ptr(), row_lse.data_ptr(),
-        row_dot.data_ptr(), dq_sum.data_ptr(),
+        out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(), 0 if grad_lse is None else grad_lse.data_ptr(), row_lse,
+        row_dot, dq_sum,
         *grad_out.stride()[:3],
         heads, n_q, row_pitch,
     )
     kernels["backward"](
         (together, key_blocks, batch * kv_heads // together),
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), grad_out.data_ptr(), weight.data_ptr(), row_lse.data_ptr(),
-        row_dot.data_ptr(), dq_sum.data_ptr(), dk.data_ptr(), dv.data_ptr(), dw_sums.data_ptr(), dk_parts.data_ptr(),
-        progress.data_ptr(),
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), grad_out.data_ptr(), weight.data_ptr(), row_lse, row_dot, dq_sum,
+        dk.data_ptr(), dv.data_ptr(), dw_sums, dk_parts, 0 if progress is None else progress.data_ptr(),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad_out.stride()[:3],
         n_q, n_k, heads, group, row_pitch, scale,
     )
     kernels["backward_finish"](
         (-(-(33 * heads) // 4) + -(-dk_pieces // 256) + -(-dq_pieces // 256),),
-        dq_sum.data_ptr(), dq.data_ptr(), dw_sums.data_ptr(), dweight.data_ptr(),
+        dq_sum, dq.data_ptr(), dw_sums, dweight.data_ptr(),
         dq_pieces, dw_terms, heads, scale,
-        dk_parts.data_ptr(), dk.data_ptr(),
+        dk_parts, dk.data_ptr(),
         dk_pieces, key_blocks, n_k,
     )
     return dq, dk, dv, dweight

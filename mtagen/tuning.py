@@ -29,7 +29,6 @@ from .measure.cases import CACHE_LENGTH, LENGTH, SCALES, Sizes
 from .measure.inputs import Sampler
 from .measure.timing import time_call
 from .ops.attention import assemble
-from .ops.executor import single_tap
 from .planner import Backend, Plan, plan
 from .planner.choice import GENERATED
 from .planner.lift.decode import DECODE_ROLES
@@ -389,7 +388,7 @@ def _call(passes: Any, name: str, spec: Spec, sizes: Sizes) -> Callable[[], Any]
     """
     sampler = Sampler.for_timing(spec, sizes, torch.device("cuda"))
     inputs, scale = sampler.inputs(decode=name == "decode"), spec.head_dim**-0.5
-    arguments = [*inputs.arguments, *([] if spec.weight_names else [single_tap(inputs.q)])]
+    arguments = [*inputs.arguments, *([] if spec.weight_names else [None])]
     if name == "decode":
         return partial(passes.decode, *arguments, scale, None, None)
     if name == "forward":

@@ -416,6 +416,23 @@ def test_decode_in_more_splits_than_a_warp_has_lanes(folder: Path) -> None:
     assert not problems.decode_failures(op, spec, problems.random(spec, Sizes(1, 1, 1, 1, 4000)), num_splits=36)
 
 
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+def test_null_stands_for_taps_of_one_and_for_no_gradient_of_the_log_sum_exp(target: str, folder: Path) -> None:
+    spec = Spec((1, 1), 32)
+    problem = problems.random(spec, Sizes(1, 4, 2, 70, 90))
+    (q, k, v, _), host = problem.inputs.arguments, passes(spec, target, folder, 0)
+    ones = torch.ones(4, 1, 1)
+    out, lse = host["forward"](q, k, v, ones, problem.scale)
+    for got, expected in zip(host["forward"](q, k, v, None, problem.scale), (out, lse), strict=True):
+        assert torch.equal(got, expected)
+    given = (out, lse, problem.scale)
+    *expected, dweight = host["backward"](out, torch.zeros_like(lse), q, k, v, ones, *given, deterministic=True)
+    *got, none = host["backward"](out, None, q, k, v, None, *given, deterministic=True)
+    assert all(map(torch.equal, got, expected))
+    assert dweight.shape == (4, 1, 1)
+    assert none is None
+
+
 def test_gradient_through_the_log_sum_exp(folder: Path) -> None:
     target, spec = SM90
     op = op_of(spec, target, folder, 0)

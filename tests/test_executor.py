@@ -41,20 +41,27 @@ class StrictKernels:
     def passes(self) -> Passes:
         return Passes(self.forward, self.backward, self.decode)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def taps(self, q: Tensor, weight: Tensor | None) -> Tensor:
+        """The weight that a pass got; of plain attention, which has none, ones."""
+        assert (weight is None) == (self.spec.kernel is None)
+        if weight is None:
+            return torch.ones(q.shape[1], 1, 1)
+        assert_dense_fp32(weight)
+        return weight
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
         self.calls["forward"] += 1
         assert_rows(q, k, v)
-        assert_dense_fp32(weight)
-        return attention.forward(self.spec, call_of(SPEC, q, k, v, [weight], scale))
+        return attention.forward(self.spec, call_of(SPEC, q, k, v, [self.taps(q, weight)], scale))
 
     def backward(
         self,
         grad_out: Tensor,
-        grad_lse: Tensor,
+        grad_lse: Tensor | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         out: Tensor,
         lse: Tensor,
         scale: float,
@@ -63,9 +70,10 @@ class StrictKernels:
     ) -> tuple[Tensor, ...]:
         self.calls["backward"] += 1
         assert_rows(grad_out, q, k, v)
-        assert_dense_fp32(weight, grad_lse, lse)
+        grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
+        assert_dense_fp32(grad_lse, lse)
         assert out.is_contiguous()
-        call = call_of(SPEC, q, k, v, [weight], scale)
+        call = call_of(SPEC, q, k, v, [self.taps(q, weight)], scale)
         return attention.backward(self.spec, call, grad_out, grad_lse, out, lse)
 
     def decode(
@@ -73,17 +81,17 @@ class StrictKernels:
         q_tail: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         scale: float,
         cache_seqlens: Tensor | None,
         num_splits: int | None,
     ) -> tuple[Tensor, Tensor]:
         self.calls["decode"] += 1
         assert_rows(q_tail, k_cache, v_cache)
-        assert_dense_fp32(weight)
+        taps = self.taps(q_tail, weight)
         assert cache_seqlens is None or (cache_seqlens.is_contiguous() and cache_seqlens.dtype == torch.int32)
         self.splits = num_splits
-        weights = [weight] if self.spec.kernel else []
+        weights = [taps] if self.spec.kernel else []
         return pipeline.decode(self.spec, step_of(self.spec, q_tail, k_cache, v_cache, weights, scale, cache_seqlens))
 
 
@@ -225,8 +233,18 @@ def test_weights_of_any_layout_and_dtype(
     assert_equal(got, pipeline.decode(SPEC, step(tail, k, v, exact)))
 
 
-def test_plain_attention_is_a_kernel_of_one_tap() -> None:
-    """The kernels take a weight in any case; it is no weight of the op, and has no gradient there."""
+def test_without_a_gradient_of_lse(executor: Executor) -> None:
+    """Kernels and PyTorch's ops get no zeros from autograd, and calculate as with zeros."""
+    q, k, v, weight = operands()
+    out, lse = executor.forward(call(q, k, v, weight))
+    grad_out = random(*out.shape)
+    for one in (executor, Executor(SPEC, None, kernels_on_cpu=False, torch_on_cpu=True)):
+        got = one.backward(call(q, k, v, weight), grad_out, None, out, lse)
+        assert_equal(got, one.backward(call(q, k, v, weight), grad_out, torch.zeros_like(lse), out, lse))
+
+
+def test_plain_attention_has_no_weight() -> None:
+    """The kernels take a weight in any case, which is None, and its gradient is none of the op's."""
     spec = replace(SPEC, kernel=None)
     executor = Executor(spec, StrictKernels(spec).passes(), kernels_on_cpu=True, torch_on_cpu=False)
     q, k, v, _ = operands()

@@ -54,11 +54,17 @@ class Variants:
         return Passes(partial(self.forward, packed, dropout), partial(self.backward, packed, dropout))
 
     def forward(
-        self, packed: bool, drops: bool, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float, *more: Any
+        self,
+        packed: bool,
+        drops: bool,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weight: Tensor | None,
+        scale: float,
+        *more: Any,
     ) -> tuple[Tensor, Tensor]:
         assert_rows(q, k, v)
-        assert_dense_fp32(weight)
-        assert weight.shape == (HEADS, self.spec.cq, self.spec.ck)
         told = self._note(packed, drops, more)
         return cpu.forward(self.spec, call_of(self.spec, q, k, v, self._weights(weight), scale, *told))
 
@@ -67,25 +73,31 @@ class Variants:
         packed: bool,
         drops: bool,
         grad_out: Tensor,
-        grad_lse: Tensor,
+        grad_lse: Tensor | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         out: Tensor,
         lse: Tensor,
         scale: float,
         *more: Any,
         deterministic: bool,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
+        grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
         assert_rows(grad_out, q, k, v)
-        assert_dense_fp32(weight, grad_lse, lse)
+        assert_dense_fp32(grad_lse, lse)
         call = call_of(self.spec, q, k, v, self._weights(weight), scale, *self._note(packed, drops, more))
         grads = cpu.backward(self.spec, call, grad_out, grad_lse, out, lse)
-        return grads if self.spec.kernel else (*grads, torch.zeros_like(weight))
+        return grads if self.spec.kernel else (*grads, None)
 
-    def _weights(self, weight: Tensor) -> list[Tensor]:
-        return [weight] if self.spec.kernel else []
+    def _weights(self, weight: Tensor | None) -> list[Tensor]:
+        assert (weight is None) == (self.spec.kernel is None)
+        if weight is None:
+            return []
+        assert_dense_fp32(weight)
+        assert weight.shape == (HEADS, self.spec.cq, self.spec.ck)
+        return [weight]
 
     def _note(self, packed: bool, drops: bool, more: tuple[Any, ...]) -> tuple[Documents | None, Dropout | None]:
         assert len(more) == 4 * packed + 2 * drops
@@ -192,10 +204,7 @@ def test_both_passes_are_told_what_is_dropped(
     assert all(map(torch.equal, got, expected))
 
 
-def test_plain_attention_of_documents_is_a_kernel_of_one_tap(
-    plain_kernels: tuple[AttentionOp, Variants],
-) -> None:
-    """Of each head, though heads come second where documents are packed."""
+def test_plain_attention_of_documents_has_no_weight(plain_kernels: tuple[AttentionOp, Variants]) -> None:
     op, variants = plain_kernels
     leaves, documents = operands(op), Documents(starts(0), starts(1), MAX_Q, MAX_K)
     got = train(op.varlen, leaves, **documents._asdict())

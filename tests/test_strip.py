@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import mtagen
 from mtagen import Plan, PlanError, Spec, plan
@@ -222,6 +223,56 @@ def test_which_windows_fit_slabs() -> None:
             for role in ("convolution", "convolution_adjoint", "convolution_gradient"):
                 spare = -(right if role.endswith("adjoint") else left) % 8
                 assert (role in roles) == (ck + spare <= 17)
+
+
+# Recipes.
+
+
+def test_what_calls_share_a_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Calls with equal shapes, strides and alignment of all tensors; a dense tensor's strides say nothing more."""
+    module = loaded(Spec(None, 64, mixed_heads=2), tmp_path, monkeypatch)
+    recipes = module.Recipes()
+    monkeypatch.setattr(recipes, "serves", lambda x: True)
+
+    def function(call: Any, x: Tensor, y: Tensor | None, scale: float) -> tuple[Tensor, ...]:
+        result = call.result(x.shape, x.dtype)
+        call.run(torch.Tensor.copy_, result, x)
+        call.run(torch.Tensor.mul_, result, scale)
+        return (result,)
+
+    memory = torch.arange(100.0)
+    dense, other = memory[:16].view(4, 4), memory[16:32].view(4, 4)
+    of_length_one = memory[32:36].view(1, 4)
+    calls: list[tuple[int, Tensor, Tensor | None, float]] = [
+        (0, dense, None, 2.0),
+        (0, other, None, 2.0),
+        (1, dense, None, 3.0),  # another number
+        (2, dense, other, 2.0),
+        (3, dense.mT, None, 2.0),  # other strides
+        (4, memory[1:17].view(4, 4), None, 2.0),  # not aligned
+        (4, memory[5:21].view(4, 4), None, 2.0),
+        (5, memory[1:17].view(4, 4).mT, None, 2.0),
+        (6, dense.double(), None, 2.0),
+        (8, memory[32:64].view(4, 8)[:, :4], None, 2.0),
+        (7, of_length_one, None, 2.0),
+        (7, of_length_one.as_strided((1, 4), (77, 1)), None, 2.0),  # a stride that leads nowhere
+    ]
+    for _ in range(3):
+        for _, x, y, scale in calls:
+            (result,) = recipes.call(function, (x, y), (scale,))
+            assert torch.equal(result, scale * x)
+    assert len(recipes._recipes) == len({number for number, *_ in calls})
+
+
+def test_host_functions_record_no_gradients(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also outside of autograd's functions, which have turned gradients off."""
+    module = loaded(Spec(None, 64, mixed_heads=2), tmp_path, monkeypatch)
+    x = torch.ones(1, requires_grad=True)
+    doubled = module._without_gradients(lambda x: 2 * x)
+    assert not doubled(x).requires_grad
+    with torch.no_grad():
+        assert not doubled(x).requires_grad
+    assert (2 * x).requires_grad
 
 
 # Strips and planes.

@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import sympy
+
 from ..planner.kernel import Buffer, Kernel
 from ..planner.targets import GRID_YZ
 from ..planner.tile.sections import Sections
@@ -194,20 +196,41 @@ def codes(kernel: Kernel) -> str:
 
 
 def allocate(buffers: Sequence[Buffer], indent: int = 4, like: str = "q") -> str:
-    """Return assignments that allocate buffers on the device of the tensor ``like``."""
+    """Return assignments that allocate buffers on the device of the tensor ``like``.
+
+    A scratch buffer becomes the address of its memory.
+    """
+    space = " " * indent
     lines = []
     for buffer in buffers:
+        if buffer.scratch:
+            continue
         # Each extent is an argument, because PyTorch takes longer to read a tuple.
         sizes = f"*{buffer.like}.shape" if buffer.like else ", ".join(map(python_code, buffer.shape))
-        if buffer.option:
-            sizes = f"{sizes} if {buffer.option} else 0"
         dtype = {"fp32": ", dtype=torch.float32", "int32": ", dtype=torch.int32"}.get(buffer.dtype, "")
         method = "new_zeros" if buffer.zeroed else "new_empty"
-        lines.append(f"{' ' * indent}{buffer.name} = {like}.{method}({sizes}{dtype})")
+        value = f"{like}.{method}({sizes}{dtype})"
+        lines.append(f"{space}{buffer.name} = {value}{f' if {buffer.needs} else None' if buffer.needs else ''}")
+    scratch = [buffer for buffer in buffers if buffer.scratch]
+    if not scratch:
+        return "\n".join(lines)
+    lines.append(f"{space}# One allocation, whose parts begin at multiples of 512 bytes, as memory of PyTorch does")
+    end = ""
+    for buffer in scratch:
+        start, size = end, f"{buffer.like}.numel()" if buffer.like else python_code(sympy.Mul(*buffer.shape))
+        end = f"{buffer.name}_end"
+        lines.append(f"{space}{end} = {f'{start} + ' if start else ''}-(-({size}) // 128) * 128")
+    first = scratch[0].name
+    lines.append(f"{space}workspace = {like}.new_empty({end}, dtype=torch.float32)")
+    lines.append(f"{space}{first} = workspace.data_ptr()")
+    for before, buffer in itertools.pairwise(scratch):
+        lines.append(f"{space}{buffer.name} = {first} + 4 * {before.name}_end")
     return "\n".join(lines)
 
 
-def launch(kernel: Kernel, indent: int, role: str = "", call: str = "", **values: str) -> str:
+def launch(
+    kernel: Kernel, indent: int, role: str = "", call: str = "", buffers: Sequence[Buffer] = (), **values: str
+) -> str:
     """Return the launch of a CUDA kernel.
 
     Args:
@@ -215,12 +238,14 @@ def launch(kernel: Kernel, indent: int, role: str = "", call: str = "", **values
         indent: columns of indentation.
         role: an expression for the kernel's role, if it is chosen at run time.
         call: the host's :class:`Call` (``templates/host/recipes.py``), if it launches the kernel.
+        buffers: what :func:`allocate` has allocated.
         values: the host's expressions for arguments, where they differ from the argument's name.
 
     Raises:
         ValueError: a value is for no argument of the kernel.
     """
     texts: list[tuple[str, str]] = []  # the kind of each argument, and the expression that is passed
+    addresses = {buffer.name for buffer in buffers if buffer.scratch}
     known, strided = set(), set()
     for argument in kernel.arguments:
         tensor, stride, _ = argument.name.partition("_stride_")
@@ -229,7 +254,7 @@ def launch(kernel: Kernel, indent: int, role: str = "", call: str = "", **values
         known.add(name)
         if argument.pointer:
             null = f"0 if {host} is None else " if argument.optional else ""
-            texts.append(("pointer", host if call else f"{null}{host}.data_ptr()"))
+            texts.append(("pointer", host if call or host in addresses else f"{null}{host}.data_ptr()"))
         elif not stride:
             texts.append(("number", host))
         elif name not in strided:  # all of a tensor at once

@@ -234,6 +234,6 @@ def _launching(module: StripModule, pass_name: str) -> str:
     return "\n".join([f"def _{pass_name}(", *host.filled(["call", *tensors, *numbers], 4), "):"])
 
 
-def _launch(module: StripModule, kernel: Kernel, indent: int, **values: str) -> str:
+def _launch(module: StripModule, kernel: Kernel, indent: int, **values: Any) -> str:
     """Return the launch of a kernel, in CUDA or Triton."""
     return (host.launch if kernel.role in module.cuda else triton.launch)(kernel, indent, call="call", **values)

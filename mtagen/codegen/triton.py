@@ -57,7 +57,7 @@ from .templates import environment, spaced
 
 _NUMBERS = ("int32", "float")  # types of arguments
 # Prefixes of lines that begin a definition.
-_DEFINITIONS = ("@triton.jit", "@torch.no_grad", "def ", "class ", "LIMITS = ", "RECIPES: ")
+_DEFINITIONS = ("@triton.jit", "@_without_gradients", "def ", "class ", "LIMITS = ", "RECIPES: ")
 _S, _U, _V = sympy.symbols("s u v", integer=True)  # taps of the convolution: within a term, along rows, along keys
 
 

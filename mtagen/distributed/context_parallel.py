@@ -696,12 +696,12 @@ class _Differentiable(library.Recorded):
     returns = list
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: Callable[..., Any], arguments: Sequence[Any], *given: Tensor) -> tuple[Tensor, ...]:
         """Run the op and save its results; all but the first, the outputs, are for the backward
         pass only.
         """
         results, plan = run(*arguments), _Plan(*arguments[INPUTS:])
-        ctx.plan, ctx.arguments = plan._replace(cu_seqlens=None), len(arguments)
+        ctx.plan, ctx.given = plan._replace(cu_seqlens=None), len(given)
         ctx.save_for_backward(*arguments[:INPUTS], plan.cu_seqlens, *results)
         ctx.mark_non_differentiable(*results[1:])
         return tuple(results)
@@ -711,9 +711,8 @@ class _Differentiable(library.Recorded):
         saved = ctx.saved_tensors
         inputs, (cu_seqlens, *results) = saved[:INPUTS], saved[INPUTS:]
         plan = ctx.plan._replace(cu_seqlens=cu_seqlens)
-        grads = iter(library.run("context_parallel_backward", grad_out, *inputs, results, *plan))
-        others = (None,) * (ctx.arguments - INPUTS)
-        return None, *(None if x is None else next(grads) for x in inputs), *others
+        grads = library.run("context_parallel_backward", grad_out, *inputs, results, *plan)
+        return None, None, *grads, *(None,) * (ctx.given - len(grads))
 
 
 def _copy(target: Tensor, x: Tensor) -> None:

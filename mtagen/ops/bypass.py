@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from ..config import Config
 
-_OTHERS = frozenset((type(None), int, float, str))  # types of ordinary arguments that are no tensors
+_OTHERS = frozenset((int, float, str))  # types of ordinary arguments that are no tensors
 
 
 @cache
@@ -32,11 +32,13 @@ def is_passed_on(arguments: Iterable[Any]) -> bool:
         return False
     if _thread_state() not in _ordinary_states() or torch._C._len_torch_function_stack():
         return False
-    ordinary = _ordinary_keys(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    ordinary, keys_of = _ordinary_keys(torch.cuda.is_initialized()), torch._C._dispatch_keys  # type: ignore[no-untyped-call]
     for x in arguments:  # a loop is faster than all() of a generator
+        if x is None:  # as most arguments are
+            continue
         kind = type(x)
         if kind is Tensor or kind is Parameter:
-            if torch._C._dispatch_keys(x).raw_repr() not in ordinary:
+            if keys_of(x).raw_repr() not in ordinary:
                 return False
         elif kind not in _OTHERS:
             return False

@@ -75,23 +75,29 @@ class Executor:
             return _with_sink(call, *_empty_result(q, q.shape[:-1], rows, v))
         with on_device_of(q):
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
-            weights = self._as_kernels_take(q, call) + mask_tables.of_call(self.spec, call, "forward", kernels.tables)
+            weights = self._as_kernels_take(call) + mask_tables.of_call(self.spec, call, "forward", kernels.tables)
             assert kernels.forward is not None, "only passes for decode steps on pages have no forward"
             pages = _as_passed(None if call.block_table is None else (call.block_table,))
             others = (*_as_passed(documents), *pages, *_as_passed(dropout))
             return kernels.forward(q, k, v, *weights, call.scale, *others)
 
-    def backward(self, call: Call, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
-        """Return the gradients of q, k, v and each weight, contiguous, in that input's dtype."""
+    def backward(self, call: Call, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> list[Tensor]:
+        """Return the gradients of q, k, v and each weight, contiguous, in that input's dtype.
+
+        ``grad_lse`` is None if nothing depends on ``lse``.
+        """
         q, k, v, documents, dropout = call.q, call.k, call.v, call.documents, call.dropout
         kernels = self._kernels_for(q, documents, dropout)
         if kernels is None:
+            grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
             return [grad.contiguous() for grad in cpu.backward(self.spec, call, grad_out, grad_lse, out, lse)]
-        learned = [*call.weights, *call.learned]
+        weights = call.weights
+        learned = call.learned if self.spec.learned_arguments else []
         if _sees_nothing(q, k, documents):
-            grads = [x.new_zeros(x.shape) for x in (q, k, v, *learned)]
-            if call.sink is not None and documents is None:  # each row's log-sum-exp is the sink
-                at = 3 + len(call.weights) + len(self.spec.ranks)
+            grads = [x.new_zeros(x.shape) for x in (q, k, v, *weights, *learned)]
+            # Each row's log-sum-exp is the sink.
+            if call.sink is not None and documents is None and grad_lse is not None:
+                at = 3 + len(weights) + len(self.spec.ranks)
                 grads[at] = grad_lse.sum((0, 2)).to(call.sink.dtype)
             return grads
         with on_device_of(q):
@@ -100,11 +106,11 @@ class Executor:
             assert kernels.backward is not None, "calls on pages have no backward"
             dq, dk, dv, *dweights = kernels.backward(
                 grad_out,
-                grad_lse.contiguous(),
+                None if grad_lse is None else grad_lse.contiguous(),
                 q,
                 k,
                 v,
-                *self._as_kernels_take(q, call),
+                *self._as_kernels_take(call),
                 *mask_tables.of_call(self.spec, call, "backward", kernels.tables),
                 out,
                 lse,
@@ -113,10 +119,11 @@ class Executor:
                 *_as_passed(dropout),
                 deterministic=self._is_deterministic(),
             )
-            if not call.weights:
-                del dweights[0]  # of the single tap
-            grads = self._as_callers_take(call, dweights)
-            grads = [dx if dx.dtype == x.dtype else dx.to(x.dtype) for dx, x in zip(grads, learned, strict=True)]
+            if not weights:
+                del dweights[0]
+            grads = self._as_callers_take(call, dweights) if learned else dweights
+            given = weights + learned
+            grads = [dx if dx.dtype == x.dtype else dx.to(x.dtype) for dx, x in zip(grads, given, strict=True)]
             return [dq, dk, dv, *grads]
 
     def decode(self, step: Step) -> tuple[Tensor, Tensor]:
@@ -132,20 +139,20 @@ class Executor:
             q_tail = _aligned("q_tail", q_tail)
             k_cache, v_cache = _aligned("k_cache", k_cache), _aligned("v_cache", v_cache)
             lengths = None if cache_seqlens is None else cache_seqlens.contiguous()  # may be one length, expanded
-            fp32_weights = self._as_kernels_take(q_tail, step) + mask_tables.of_step(self.spec, step, kernels.tables)
+            fp32_weights = self._as_kernels_take(step) + mask_tables.of_step(self.spec, step, kernels.tables)
             assert kernels.decode is not None, "batches without dropout decode"
             pages = () if step.block_table is None else (step.block_table.contiguous(), step.max_k)
             splits = step.num_splits or None
             return kernels.decode(q_tail, k_cache, v_cache, *fp32_weights, step.scale, lengths, splits, *pages)
 
-    def _as_kernels_take(self, q: Tensor, call: Call | Step) -> list[Tensor]:
+    def _as_kernels_take(self, call: Call | Step) -> list[Tensor | None]:
         """Return the weights, the factors, the sink and the parameters of expressions in fp32.
 
-        Kernels of plain attention take a single-tap weight. Tokens of packed documents are the last axis of
-        parameters there.
+        Kernels of plain attention take None for the weight of a single tap. Tokens of packed documents are the last
+        axis of parameters there.
         """
-        weights = [_as_fp32(weight) for weight in call.weights] or [single_tap(q)]
-        if not call.learned:
+        weights: list[Tensor | None] = [_as_fp32(weight) for weight in call.weights] or [None]
+        if not self.spec.learned_arguments:
             return weights
         given = self._learned(call)
         return weights + [_as_fp32(x.movedim(0, -1) if moved else x) for x, moved, is_read in given if is_read]
@@ -193,11 +200,6 @@ class Executor:
         return self.variants(documents is not None, dropout is not None, page_size)
 
 
-def single_tap(q: Tensor) -> Tensor:
-    """Return the weight (H, 1, 1) that makes convolving kernels compute plain attention."""
-    return q.new_ones(q.shape[1], 1, 1, dtype=torch.float32)
-
-
 def _page_size(block_table: Tensor | None, k: Tensor) -> int | None:
     return None if block_table is None else k.shape[2]
 
@@ -236,7 +238,8 @@ def _as_passed(values: tuple[Any, ...] | None) -> tuple[Any, ...]:
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Make the device of ``x`` the current device, on which kernels are launched."""
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+    # The function of torch.cuda would also start CUDA, which a tensor there has done.
+    if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():
         return nullcontext()
     return torch.cuda.device(x.device)
 

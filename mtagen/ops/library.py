@@ -113,7 +113,15 @@ class Recorded(torch.autograd.Function):
     returns: type[tuple[Any, ...]] | type[list[Any]] = tuple
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: Callable[..., Any], arguments: Sequence[Any], *given: Tensor) -> tuple[Tensor, ...]:
+        """Run the op.
+
+        Args:
+            ctx: what autograd keeps for the backward pass.
+            run: computes the op.
+            arguments: its arguments.
+            given: the tensors among them, which autograd looks for here. It takes longer for arguments that are None.
+        """
         return tuple(run(*arguments))
 
 
@@ -121,20 +129,32 @@ class _Differentiable(Recorded):
     """The op's forward pass, which saves the tensors that its backward pass needs."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: Callable[..., Any], arguments: Sequence[Any], *given: Tensor) -> tuple[Tensor, ...]:
         results: tuple[Tensor, ...] = run(*arguments)
         tensors, ctx.others = Call(*arguments).split()
-        ctx.arguments = len(arguments)
+        ctx.given = len(given)
         ctx.save_for_backward(*results, *tensors)
+        ctx.set_materialize_grads(False)  # kernels need no zeros for results that nothing depends on
         return results
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        out, lse, *tensors = ctx.saved_tensors
-        call = Call.joined(tensors, ctx.others)
-        grads = iter(backward(call, grad_out, grad_lse, out, lse))
-        others = (None,) * (ctx.arguments - INPUTS)
-        return None, *(None if x is None else next(grads) for x in call[:INPUTS]), *others
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        out, lse = saved[:2]
+        call = Call.joined(saved[2:], ctx.others)
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        # run() would ask the same of more arguments, and make a call of them again.
+        if (
+            torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or forward_ad._current_level >= 0
+            or not is_passed_on((grad_out, grad_lse, *saved))
+        ):
+            grads = backward(call, grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse, out, lse)
+        else:
+            grads = executor_of(call.key).backward(call, grad_out, grad_lse, out, lse)
+        return None, None, *grads, *(None,) * (ctx.given - len(grads))
 
 
 class DifferentiatedOnce(Recorded):
@@ -181,7 +201,8 @@ def _autograd(run: Callable[..., Any], function: type[Recorded], *arguments: Any
             raise BackendError(explain("transform", got, rule, "torch.autograd.grad, or mtagen.reference"))
         # function.apply would also look for wrappers that transforms have left behind. None come here, because the
         # dispatcher takes them off.
-        return function.returns(super(torch.autograd.Function, function).apply(run, *arguments))  # type: ignore[misc]
+        given = [x for x in arguments if x is not None and isinstance(x, Tensor)]
+        return function.returns(super(torch.autograd.Function, function).apply(run, arguments, *given))  # type: ignore[misc]
     return run(*arguments)
 
 

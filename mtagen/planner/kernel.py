@@ -61,9 +61,11 @@ def reads(type: str, *names: str, restrict: bool = True, optional: bool = False)
     return tuple(Argument(name, type, pointer=True, restrict=restrict, optional=optional) for name in names)
 
 
-def writes(type: str, *names: str, restrict: bool = True) -> tuple[Argument, ...]:
+def writes(type: str, *names: str, restrict: bool = True, optional: bool = False) -> tuple[Argument, ...]:
     """Return pointers to memory that a kernel writes."""
-    return tuple(Argument(name, type, pointer=True, written=True, restrict=restrict) for name in names)
+    return tuple(
+        Argument(name, type, pointer=True, written=True, restrict=restrict, optional=optional) for name in names
+    )
 
 
 def strides(*tensors: str, axes: str = "bhn") -> tuple[Argument, ...]:
@@ -115,7 +117,8 @@ class Buffer:
         dtype: ``fp32``, ``int32``, or the name of an argument with the same dtype.
         like: name of an argument with the same shape; ``shape`` is then empty.
         zeroed: whether the buffer starts as zeros; otherwise it may hold anything.
-        option: name of a host option; the buffer is empty if the option is off.
+        needs: the host's condition for the buffer, which is None otherwise; empty for a buffer of each call.
+        scratch: whether only kernels read the buffer, whose elements have 4 bytes. Such buffers share one allocation.
     """
 
     name: str
@@ -123,4 +126,5 @@ class Buffer:
     shape: tuple[Size, ...] = ()
     like: str = ""
     zeroed: bool = False
-    option: str = ""
+    needs: str = ""
+    scratch: bool = False

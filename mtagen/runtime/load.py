@@ -28,12 +28,13 @@ from .triton_package import require_triton, triton_is_installed, triton_version
 class Passes:
     """The host functions of a plan, from any backend.
 
-    A pass that the spec does not have is None. After the scale, functions for packed documents take
-    cu_seq_q, cu_seq_k, max_q and max_k; functions with dropout then take the seed and p.
+    A pass that the spec does not have is None. Plain attention takes None for the weight. After the scale, functions
+    for packed documents take cu_seq_q, cu_seq_k, max_q and max_k; functions with dropout then take the seed and p.
 
     Attributes:
         forward: (q, k, v, weight, scale) -> (out, lse).
         backward: (grad_out, grad_lse, q, k, v, weight, out, lse, scale, deterministic=bool) -> (dq, dk, dv, dweight).
+            None stands for a grad_lse of zeros.
         decode: (q_tail, k_cache, v_cache, weight, scale, cache_seqlens, num_splits) -> (out, lse). With pages it then
             takes block_table and max_k.
         reads_pages: whether forward reads keys and values of packed documents from pages; it then takes block_table

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from ...errors import PlanError, explain
 from ...spec import Spec
@@ -176,17 +176,24 @@ class TileBackward(TilePass):
     def buffers(self) -> tuple[Buffer, ...]:
         """The buffers that the host allocates: results, then intermediate values of the kernels."""
         taps, heads = self.spec.cq * self.spec.ck, self.layout.batch * HEADS
+        of_rows = partial(Buffer, dtype="fp32", shape=(heads, ROW_PITCH), scratch=not self.spec.sink)
+        packed = self.spec.packed  # some CTAs have no tile
         return (
             *(Buffer(f"d{name}", "q", like=name) for name in "qkv"),
-            Buffer("dweight", "fp32", like="weight"),
-            Buffer("row_lse", "fp32", (heads, ROW_PITCH)),
-            Buffer("row_dot", "fp32", (heads, ROW_PITCH)),
-            Buffer("dq_sum", "fp32", like="q"),
-            Buffer("dw_sums", "fp32", (HEADS * taps, DW_TERMS), zeroed=self.spec.packed),  # some CTAs have no tile
-            *((Buffer("dk_parts", "fp32", (DK_PIECES, 16)),) if self.geometry.halo else ()),
+            Buffer("dweight", "fp32", like="weight", needs="weight is not None" if self._may_lack_weight else ""),
+            of_rows("row_lse"),
+            of_rows("row_dot"),
+            Buffer("dq_sum", "fp32", like="q", scratch=True),
+            Buffer("dw_sums", "fp32", (HEADS * taps, DW_TERMS), zeroed=packed, scratch=not packed),
+            *((Buffer("dk_parts", "fp32", (DK_PIECES, 16), scratch=True),) if self.geometry.halo else ()),
             *map(self._buffer_of, self._sums),
-            Buffer("progress", "int32", (heads * KEY_BLOCKS,), zeroed=True, option="deterministic"),
+            Buffer("progress", "int32", (heads * KEY_BLOCKS,), zeroed=True, needs="deterministic"),
         )
+
+    @property
+    def _may_lack_weight(self) -> bool:
+        """Whether calls of plain attention, which have no weight, use the same kernels."""
+        return self.toeplitz.pointwise
 
     @property
     def _sums(self) -> tuple[ParameterSum, ...]:
@@ -224,7 +231,8 @@ class TileBackward(TilePass):
 
         rows = (
             *reads("Element", "out", "grad_out"),
-            *reads("float", "lse", "grad_lse"),
+            *reads("float", "lse"),
+            *reads("float", "grad_lse", optional=True),
             *(reads("int", "cu_seq_q") if layout.packed else ()),
             *writes("float", "row_lse", "row_dot", "dq_sum"),
             *layout.strides("grad_out"),
@@ -234,7 +242,7 @@ class TileBackward(TilePass):
         )
         main = (
             *reads("Element", "q", "k", "v", "grad_out"),
-            *reads("float", "weight"),
+            *reads("float", "weight", optional=self._may_lack_weight),
             *parameters(spec),
             *self.tables,
             *reads("float", "row_lse", "row_dot"),
@@ -242,7 +250,7 @@ class TileBackward(TilePass):
             *writes("float", "dq_sum"),
             *writes("Element", "dk", "dv"),
             *writes("float", "dw_sums", *dk_parts, *(x.name for x in self._sums)),
-            *writes("int", "progress", restrict=False),
+            *writes("int", "progress", restrict=False, optional=True),
             *layout.strides("q", "k", "v", "grad_out"),
             *layout.lengths,
             *numbers("int", *layout.tokens(spec), "heads", "group", "row_pitch"),
@@ -253,7 +261,7 @@ class TileBackward(TilePass):
             *reads("float", "dq_sum"),
             *writes("Element", "dq"),
             *reads("float", "dw_sums"),
-            *writes("float", "dweight"),
+            *writes("float", "dweight", optional=self._may_lack_weight),
             *numbers("long long", "dq_pieces"),
             *numbers("int", "dw_terms", "heads"),
             *numbers("float", "scale"),

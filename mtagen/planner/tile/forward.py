@@ -224,7 +224,7 @@ class TileForward(TilePass):
         layout = self.layout
         arguments = (
             *reads("Element", "q", "k", "v"),
-            *reads("float", "weight"),
+            *reads("float", "weight", optional=self.toeplitz.pointwise),  # plain attention has no weight
             *(() if self.splits else sink(self.spec)),
             *parameters(self.spec),
             *self.tables,

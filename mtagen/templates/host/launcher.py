@@ -70,9 +70,11 @@ class Kernel:
         """Return a launch whose arguments lie at these addresses whenever it is called, with the stream."""
         pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         parameters, blocks = ctypes.addressof(pointers), (*grid, 1, 1)[:3]
+        how = self._function, *blocks, self._threads, 1, 1, self._shared
 
         def launch(stream: int, *_: Any, keeps: Any = pointers) -> None:
-            self._launch(stream, grid, blocks, parameters)
+            if driver.cuLaunchKernel(*how, stream, parameters, 0)[0]:
+                self._launch(stream, grid, blocks, parameters)  # again, which mends or names what was wrong
 
         return launch
 

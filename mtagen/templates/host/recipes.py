@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,19 @@ from typing import Any, NamedTuple
 import torch
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+def _without_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with gradients off. Where they are off, as in backward passes, torch.no_grad would take as long."""
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*arguments, **options)
+        with torch.no_grad():
+            return function(*arguments, **options)
+
+    return called
 
 
 class Call:
@@ -91,6 +105,8 @@ class Place(NamedTuple):
     def of(self, bases: Sequence[Any]) -> torch.Tensor:
         """The view of a call's tensor."""
         base: torch.Tensor = bases[self.base]
+        if not self.offset:  # PyTorch takes the tensor's own offset, and less time
+            return base.as_strided(self.shape, self.strides)
         return base.as_strided(self.shape, self.strides, base.storage_offset() + self.offset)
 
 
@@ -303,8 +319,12 @@ class Recipe:
         self._pack_into = struct.Struct(f"{len(self._pointers)}P").pack_into
         self._frames: list[tuple[Any, list[Callable[..., Any]]]] = []  # each is free for a call
 
-    def __call__(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+    def __call__(self, tensors: Sequence[Any], begins: Sequence[int]) -> tuple[Any, ...]:
         """Make a call, whose first tensor is on the current device.
+
+        Args:
+            tensors: the call's tensors.
+            begins: the address of each.
 
         Returns:
             what the call returns.
@@ -314,8 +334,10 @@ class Recipe:
         workspace = like.new_empty(self._elements)
         if self._zeroed:
             workspace[: self._zeroed].zero_()
-        bases = [*tensors, workspace, *results, *(workspace.view(dtype) for dtype in self._dtypes)]
-        addresses = [bases[base].data_ptr() + offset for base, offset in self._pointers]
+        bases = [*tensors, workspace, *results]
+        begins = [*begins, workspace.data_ptr(), *[x.data_ptr() for x in results]]
+        bases += [workspace.view(dtype) for dtype in self._dtypes]
+        addresses = [begins[base] + offset for base, offset in self._pointers]
         try:
             frame = self._frames.pop()  # a call of another thread meanwhile takes another frame
         except IndexError:
@@ -326,7 +348,7 @@ class Recipe:
         for step in steps:
             step(stream, bases, addresses)
         self._frames.append(frame)
-        return tuple(x.of(bases) for x in self._returned)
+        return tuple([x.of(bases) for x in self._returned])
 
     def _frame(self) -> tuple[Any, list[Callable[..., Any]]]:
         """Memory for the arguments of a call's launches, and the steps of a call that has it."""
@@ -378,9 +400,17 @@ class Recipes:
         like = tensors[0]
         if self._suspended or not self.serves(like):
             return function(Call(like), *tensors, *numbers)
+        begins = [0 if x is None else x.data_ptr() for x in tensors]
+        bits = 0
+        facts: list[Any] = [function, like.get_device(), numbers]  # one tuple, because hashes of many take longer
+        for x, begin in zip(tensors, begins, strict=True):
+            if x is None:
+                facts.append(None)
+            else:  # strides of a dense tensor follow from its shape
+                facts += x.dtype, x.shape, x.is_contiguous() or x.stride()
+                bits |= begin
         # Triton's kernels are compiled for dtypes, and for aligned addresses and others.
-        facts = [None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() & 15) for x in tensors]
-        key = (function, like.get_device(), numbers, *facts)
+        key = *facts, *([begin & 15 for begin in begins] if bits & 15 else ())
         recipe = self._recipes.get(key)
         if recipe is None:
             if key not in self._seen:
@@ -389,7 +419,7 @@ class Recipes:
             notes = Recorder(tensors)
             recipe = Recipe(notes, function(notes, *notes.tensors, *numbers))
             self._keep(self._recipes, key, recipe)
-        return recipe(tensors)
+        return recipe(tensors, begins)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:

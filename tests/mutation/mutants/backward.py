@@ -24,10 +24,26 @@ MUTANTS = (
     Mutant(
         "backward-sign-of-the-gradient-of-lse",
         f"{CUDA}/backward_rows.j2",
-        "dot - grad_lse[row.statistic]",
-        "dot + grad_lse[row.statistic]",
+        "dot - (grad_lse ?",
+        "dot + (grad_lse ?",
         "Gradients through the log-sum-exp have the wrong sign.",
         (f"{EMULATED}::test_gradient_through_the_log_sum_exp",),
+    ),
+    Mutant(
+        "backward-null-is-a-gradient-of-lse",
+        f"{CUDA}/backward_rows.j2",
+        "grad_lse[row.statistic] : 0.f",
+        "grad_lse[row.statistic] : 1.f",
+        "Gradients are those of outputs and of log-sum-exps that nothing depends on.",
+        (f"{EMULATED}::test_null_stands_for_taps_of_one_and_for_no_gradient_of_the_log_sum_exp",),
+    ),
+    Mutant(
+        "plain-attention-by-other-taps",
+        f"{CUDA}/pointwise.cuh",
+        "static const float one = 1.f;",
+        "static const float one = 2.f;",
+        "Plain attention, which has no weight, multiplies its scores.",
+        (f"{EMULATED}::test_null_stands_for_taps_of_one_and_for_no_gradient_of_the_log_sum_exp",),
     ),
     Mutant(
         "backward-sm90-scores-overwritten-while-read",

@@ -56,9 +56,17 @@ MUTANTS = (
     Mutant(
         "every-tensor-is-ordinary",
         "mtagen/ops/bypass.py",
-        "            if torch._C._dispatch_keys(x).raw_repr() not in ordinary:",
+        "            if keys_of(x).raw_repr() not in ordinary:",
         "            if not ordinary:",
         "Numbers that are kept with the other sign are read as they lie in memory.",
+        ("tests/test_op.py",),
+    ),
+    Mutant(
+        "every-backward-pass-is-ordinary",
+        "mtagen/ops/library.py",
+        "or not is_passed_on((grad_out, grad_lse, *saved))",
+        "",
+        "A mode that counts or keeps what ops do does not see backward passes.",
         ("tests/test_op.py",),
     ),
     Mutant(

@@ -89,14 +89,6 @@ MUTANTS = (
         within="Executor.backward",
     ),
     Mutant(
-        "packing-taps-of-tokens",
-        EXECUTOR,
-        "q.new_ones(q.shape[1], 1, 1, dtype=torch.float32)",
-        "q.new_ones(q.shape[-3], 1, 1, dtype=torch.float32)",
-        "Plain attention of packed documents has a tap for each token instead of each head.",
-        (f"{TOLD}::test_plain_attention_of_documents_is_a_kernel_of_one_tap",),
-    ),
-    Mutant(
         "packing-sums-in-rows-before-they-are-computed",
         LIBRARY,
         "(q.shape[1], q.shape[0])",

@@ -18,10 +18,18 @@ MUTANTS = (
     Mutant(
         "recipe-whatever-the-strides",
         f"{HOST}/recipes.py",
-        "(x.dtype, x.shape, x.stride(), x.data_ptr() & 15)",
-        "(x.dtype, x.shape, x.data_ptr() & 15)",
+        "x.is_contiguous() or x.stride()",
+        "True",
         "A call reads its tensors by the strides of an earlier call's.",
         (f"{CUDA_IN_STRIPS}::test_recipes",),
+    ),
+    Mutant(
+        "recipe-whatever-the-alignment",
+        f"{HOST}/recipes.py",
+        "if bits & 15",
+        "if False",
+        "Triton's kernels for aligned addresses get others.",
+        ("tests/test_strip.py::test_what_calls_share_a_recipe",),
     ),
     Mutant(
         "recipe-with-addresses-of-an-earlier-call",
