@@ -40,6 +40,7 @@ REQUESTS: list[tuple[dict[str, Any], str, str]] = [
     ({"kernel": (6, 11), "head_dim": 64, "page_size": 64}, "sm_90a", "triton"),
     ({"kernel": (6, 11), "head_dim": 64, "page_size": 64, "packed": True}, "sm_90a", "triton"),
     ({"kernel": (6, 11), "head_dim": 64}, "sm_80", "triton"),
+    ({"kernel": (6, 11), "head_dim": 64, "visible": "i // 64 == j // 64"}, "sm_90a", "cuda"),
     ({"kernel": (6, 11), "head_dim": 64, **MIXED}, "sm_80", "triton"),
 ]
 

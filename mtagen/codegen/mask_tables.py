@@ -34,7 +34,7 @@ def _context(spec: Spec) -> Mapping[str, Any]:
     tables = {name: [table.name for table in spec.tables(name)] for name in passes_of(spec)}
     return {
         "version": __version__,
-        "visible": spec.visible,
+        "spec": spec,
         "limits": limits,
         "parameters": [view.argument for view in limits.views],
         # Names and addresses, and whether more than gaps read them
@@ -44,7 +44,6 @@ def _context(spec: Spec) -> Mapping[str, Any]:
         ],
         "has_entries": any(view.has_entries for view in limits.views),
         "reads_tokens": any(view.token_axes or view.parameter.blocks for view in limits.views),
-        "packed": spec.packed,
         "tables": tables,
         "wide": triton_wide,
         "jit": _jit,
