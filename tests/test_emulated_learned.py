@@ -87,6 +87,14 @@ def test_tables(target: str, folder: Path) -> None:
     assert not failures(op, spec, torch.device("cpu"), [Sizes(1, 2, 1, 180, 190)])
 
 
+def test_gradients_where_a_table_hides_keys(folder: Path) -> None:
+    """A step whose rows see all of its keys, and one whose rows do not."""
+    parameters = problems.PREFIX["parameters"] | {"bias": "b,h,j"}
+    spec = Spec((3, 3), 32, **problems.PREFIX | {"logits": "s + bias[b, h, j]", "parameters": parameters})
+    op = op_of(spec, "sm_90a", folder, 0)
+    assert not failures(op, spec, torch.device("cpu"), [Sizes(2, 2, 1, 90, 130)])
+
+
 def test_dropout(folder: Path) -> None:
     spec = Spec((3, 3), 32, dtype="fp16", sink=True, dropout=True, **problems.READ)
     op = op_of(spec, "sm_80", folder, 0)

@@ -459,7 +459,8 @@ def test_what_places_add() -> None:
     names = {"gates": "b,h,j", "table": "h,9", "pairs": "h,i,j"}
     logits = "50 * tanh(s / 50) + (i - j) / 4 + gates[b, h, i] - gates[b, h, j] + table[h, max(0, min(8, i - j))]"
     function = score_function(mtagen.Spec(None, 16, logits=f"{logits} + pairs[h, i, j]", parameters=names))
-    assert function.shares
+    assert function.shares_keys
+    assert function.shares_distances
     assert not function.growth
     of_key, of_position, of_distance = function.added
     assert of_key.free_symbols & places == {stage.KEY}
@@ -468,7 +469,9 @@ def test_what_places_add() -> None:
     assert {str(entry.args[0]) for entry in function.rest.atoms(stage.Entry)} == {"pairs_view"}
     for text, growth in (("s - (i - j) / 4", log2e / 4), ("s / 2 + 3 * j - i**2", 3 * log2e), ("s + i - j", 0)):
         function = score_function(mtagen.Spec(None, 16, logits=text))
-        assert (function.shares, function.growth) == (False, growth)
+        assert (function.shares_keys, function.shares_distances, function.growth) == (False, False, growth)
+    function = score_function(mtagen.Spec(None, 16, logits="s + bias[j]", parameters={"bias": "j"}))
+    assert (function.shares_keys, function.shares_distances) == (True, False)
     assert not score_function(mtagen.Spec(None, 16, logits="s * (1 + j)")).growth
 
 

@@ -151,6 +151,10 @@ class ScoreFunction:
         exponent: what turns a value of ``modify`` into an exponent of 2.
         growth: by how much this exponent grows from a key to the next, if that depends on the head only and is
             not known to be negative; otherwise 0.
+        added: what places add to this exponent.
+        rest: ``modify`` without what places add.
+        shares_keys: whether kernels should compute what a key adds once for several rows.
+        shares_distances: whether kernels should compute what a distance adds once for several pairs.
         views: what the function reads of parameters, in their order.
         sums: the gradients of what it reads.
     """
@@ -162,7 +166,8 @@ class ScoreFunction:
     growth: Expr = _NOTHING
     added: Added = _NOTHING_ADDED
     rest: Expr = SCORE
-    shares: bool = False
+    shares_keys: bool = False
+    shares_distances: bool = False
     views: tuple[View, ...] = ()
     sums: tuple[ParameterSum, ...] = ()
 
@@ -334,7 +339,11 @@ class ScoreStage:
         sums = tuple(replace(x, term=parts.split(x.term)) for x in self._held.sums)
         added = Added(*in_log2)
         return ScoreFunction(
-            parts.all, modify, modify_backward, exponent, growth, added, rest, shares, self.views, sums
+            *(parts.all, modify, modify_backward, exponent, growth, added, rest),
+            shares_keys=shares and added.of_key != 0,
+            shares_distances=shares and added.of_distance != 0,
+            views=self.views,
+            sums=sums,
         )
 
     @property

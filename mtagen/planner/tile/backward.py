@@ -212,9 +212,14 @@ class TileBackward(TilePass):
         return Buffer(of.name, "fp32", (self.layout.batch * HEADS, *shape[of.kind]), zeroed=zeroed)
 
     @property
-    def shares_places(self) -> bool:  # type: ignore[override]
-        """Whether warps compute what places add to scores once, and share it."""
-        return self.hopper and score_function(self.spec).shares
+    def shares_keys(self) -> bool:  # type: ignore[override]
+        """Whether what keys add to scores is computed once for all warps."""
+        return self.hopper and score_function(self.spec).shares_keys
+
+    @property
+    def shares_distances(self) -> bool:  # type: ignore[override]
+        """Whether warps compute what distances add to scores once, and share it."""
+        return self.hopper and score_function(self.spec).shares_distances
 
     @property
     def score_exponent(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..cuda.memory import PANEL, Region, SharedMap, lay_out
+from ..cuda.score import score_function
 from .backward_geometry import ROW_TILE, BackwardGeometry
 from .dropout_bits import DropoutBits
 
@@ -78,6 +79,7 @@ def _regions(geometry: BackwardGeometry, dropout: DropoutBits | None, score_ring
             ("S", 2 * score_ring * parity + 16, 16),  # unused windows end past the last row
             ("G", 2 * geometry.gradient_ring * parity + 16, 16),  # the last row's windows reach zeros after it
             ("TAPS", 2 * 4 * geometry.spec.cq * geometry.tap_words, 16),
+            ("KEY_TERMS", 4 * keys if hopper and score_function(geometry.spec).shares_keys else 0, 16),
             ("STATISTICS", 2 * 2 * 4 * rows if hopper else 0, 16),
             ("DROPOUT", dropout.size if dropout else 0, 16),
             ("BARRIERS", 40 if hopper else 0, 8),

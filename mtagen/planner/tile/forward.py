@@ -26,6 +26,7 @@ from ..cuda.toeplitz import Toeplitz, toeplitz
 from ..cuda.wgmma import Wgmma
 from ..geometry.affine import N_K
 from ..geometry.mask import Mask
+from ..geometry.score import SCORE
 from ..kernel import Argument, Buffer, Kernel, numbers, reads, writes
 from ..names import kernel_name
 from ..sizes import BATCH, HEADS, SPLITS
@@ -144,14 +145,27 @@ class TileForward(TilePass):
         return KeyLoop(self.spec)
 
     @property
-    def shares_places(self) -> bool:  # type: ignore[override]
-        """Whether warps compute what places add to scores once, and share it."""
-        return self.hopper and score_function(self.spec).shares
+    def shares_keys(self) -> bool:  # type: ignore[override]
+        """Whether what keys add to scores is computed once for all warps."""
+        return self.hopper and score_function(self.spec).shares_keys
+
+    @property
+    def shares_distances(self) -> bool:  # type: ignore[override]
+        """Whether warps compute what distances add to scores once, and share it."""
+        return self.hopper and score_function(self.spec).shares_distances
 
     @property
     def grows(self) -> bool:  # type: ignore[override]
         """Whether what places add to exponents grows by the same from key to key."""
         return self.hopper and not self.shares_places and score_function(self.spec).growth != 0
+
+    @property
+    def starts_sums(self) -> bool:  # type: ignore[override]
+        """Whether sums of the convolution start at what a row adds to its exponents.
+
+        The softmax must take sums as they are, apart from what places add.
+        """
+        return (self.shares_places or self.grows) and score_function(self.spec).rest == SCORE
 
     @property
     def references(self) -> References:

@@ -18,10 +18,12 @@ class ForwardShared(SharedMap):
     Attributes:
         panels: numbers of panels of 64 columns of (Q and K, V).
         tap_bytes: bytes of a head's weights.
+        key_tiles: number of tiles of what keys add to scores.
     """
 
     panels: tuple[int, int]
     tap_bytes: int
+    key_tiles: int
 
     @classmethod
     def made_of(
@@ -30,7 +32,7 @@ class ForwardShared(SharedMap):
         """Return the map for ``stages`` tiles of K and of V."""
         spec, warps, hopper = geometry.spec, geometry.warps, geometry.hopper
         k_panels, v_panels = -(-spec.head_dim // PANEL), -(-spec.value_head_dim // PANEL)
-        tap_bytes = 4 * spec.cq * spec.ck
+        tap_bytes, function, key_tiles = 4 * spec.cq * spec.ck, score_function(spec), 2 * stages
         regions = lay_out(
             (
                 ("Q", k_panels * geometry.rows * 128, 1024),
@@ -40,8 +42,9 @@ class ForwardShared(SharedMap):
                 ("GATHER", slab.count * geometry.tiles * slab.gather_tile, 16),
                 ("DROPOUT", dropout.size if dropout else 0, 4),
                 ("TAPS", warps // 4 * tap_bytes if hopper else 0, 4),  # one copy per warpgroup
-                ("PLACES", 4 * warps * (2 * geometry.keys + 16) if hopper and score_function(spec).shares else 0, 16),
+                ("DIAGONALS", 4 * warps * (geometry.keys + 16) if hopper and function.shares_distances else 0, 16),
+                ("KEY_TERMS", 4 * key_tiles * geometry.keys if hopper and function.shares_keys else 0, 16),
                 ("BARRIERS", 8 * (4 * stages + 4 * warps) if hopper else 0, 8),
             )
         )
-        return cls(regions, (k_panels, v_panels), tap_bytes)
+        return cls(regions, (k_panels, v_panels), tap_bytes, key_tiles)

@@ -26,8 +26,15 @@ class TilePass(PassPlan):
     backend = "cuda"
     template: str
     splits = False  # whether CTAs take splits of the keys
-    shares_places = False  # whether warps compute what places add to scores once, and share it
+    shares_keys = False  # whether what keys add to scores is computed once for all warps
+    shares_distances = False  # whether warps compute what distances add to scores once, and share it
+    starts_sums = False  # whether sums of the convolution start at what a row adds to its exponents
     grows = False  # whether what places add to exponents grows by the same from key to key
+
+    @property
+    def shares_places(self) -> bool:
+        """Whether what places add to scores is computed once, and shared."""
+        return self.shares_keys or self.shares_distances
 
     @cached_property
     def layout(self) -> Layout:

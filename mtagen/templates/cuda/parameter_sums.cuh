@@ -13,6 +13,15 @@ DEVICE long long warp_of_head(long long head, const Cta& cta) {
   return (head * grid_tiles() + cta.place_of_block(OWNED)) * (ROW_TILES * PARTS) + warp_index();
 }
 
+// The sum of a step's terms. Four chains of additions wait for each other less than one does.
+template <class Term>
+DEVICE float sum_of_step(Term term) {
+  float x[4] = {};
+#pragma unroll
+  for (int i = 0; i < PART / 2; ++i) x[i % 4] += term(i);
+  return (x[0] + x[1]) + (x[2] + x[3]);
+}
+
 // The sum of all scores of a head.
 struct HeadTerms {
   float* to;
@@ -23,8 +32,7 @@ struct HeadTerms {
 
   template <class Term>
   DEVICE void add(Term term) {
-#pragma unroll
-    for (int i = 0; i < PART / 2; ++i) sum += term(i);
+    sum += sum_of_step(term);
   }
 
   DEVICE void finish(const Cta&) {
@@ -33,52 +41,34 @@ struct HeadTerms {
   }
 };
 
-// The sums of the scores of each key, in the warp's row tiles. Lanes with the same lane_pair have the same COLUMNS
-// columns. Each of these lanes ends up with OWN of them.
+// The sums of the scores of each key, in the warp's row tiles. An mma multiplies 16 columns, transposed, by a column of
+// ones. Each 16 columns have a column of their own, so that all share four sums a thread. Like dS, the terms are rounded to
+// Elements. The sums are fp32.
 struct KeyTerms {
-  static constexpr int COLUMNS = PART / 4, OWN = COLUMNS > 8 ? COLUMNS / 8 : 1;
+  static constexpr int PAIRS = PART / (2 * CHUNK);
+  static_assert(PAIRS <= 8 && PART % (2 * CHUNK) == 0, "an mma has 8 columns");
   float* to;  // of the sequence's first key
-  float sums[OWN] = {};
+  float sums[4] = {};
+  u32 columns[4];  // 16 columns: matrices of 8 columns by the even or the odd rows
 
   DEVICE KeyTerms(float* sums, long long head, const Cta&, const Parameters& parameters)
       : to(sums + (head * ROW_TILES + warp_index() % ROW_TILES) * parameters.all_tokens + parameters.first_key) {}
 
-  template <class Term>
-  DEVICE void add(Term term) {
-    float x[COLUMNS];
-#pragma unroll
-    for (int i = 0; i < COLUMNS; ++i) x[i] = term(i / 2 * 4 + i % 2) + term(i / 2 * 4 + i % 2 + 2);
-#pragma unroll
-    for (int distance = 16, count = COLUMNS; distance >= 4; distance /= 2) {
-      if (count == 1) {
-        x[0] += __shfl_xor_sync(~0u, x[0], distance);
-        continue;
-      }
-      // The lane exchanges half of its columns with another lane, so that each adds up the other half.
-      const bool upper = lane_index() & distance;
-      count /= 2;
-#pragma unroll
-      for (int i = 0; i < count; ++i) {
-        const float given = upper ? x[i] : x[i + count];
-        x[i] = (upper ? x[i + count] : x[i]) + __shfl_xor_sync(~0u, given, distance);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) sums[i] += x[i];
+  // Adds the terms x of the n-th 8 columns, two of each of the thread's rows; n is 0, 1, 2 and so on.
+  DEVICE void add(const float (&x)[4], int n) {
+    columns[n % 2] = transposed(pack<Element>(x[0], x[1]));
+    columns[n % 2 + 2] = transposed(pack<Element>(x[2], x[3]));
+    const u32 ones = lane_index() >> 2 == n / 2 ? pack<Element>(1.f, 1.f) : 0;
+    if (n % 2) mma<Element>(sums, columns, ones, ones);
   }
 
   DEVICE void finish(const Cta& cta) {
     const Place at(warp_index() / ROW_TILES);
-    int first = 0;  // of the lane's own columns
 #pragma unroll
-    for (int distance = 16, count = COLUMNS; count > 1 && distance >= 4; distance /= 2) {
-      count /= 2;
-      first += at.lane & distance ? count : 0;
-    }
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-      const int column = at.column + (first + i) / 2 * CHUNK + (first + i) % 2, key = cta.c0 + PAD_LEFT + column;
-      if (column < OWNED && key < cta.n_k) to[key] = sums[i];
+    for (int i = 0; i < 4; ++i) {
+      const int pair = 2 * at.lane_pair + i % 2, column = PART * at.part + 2 * CHUNK * pair + CHUNK * (i / 2) + at.lane_row;
+      const int key = cta.c0 + PAD_LEFT + column;
+      if (pair < PAIRS && column < OWNED && key < cta.n_k) to[key] = sums[i];
     }
   }
 };
@@ -154,8 +144,7 @@ struct TableTerms {
     if (least == most) {
       if (least != entry) flush();
       entry = least;
-#pragma unroll
-      for (int i = 0; i < PART / 2; ++i) sum += term(i);
+      sum += sum_of_step(term);
       return;
     }
     // Sums of the diagonals -2 pair - 1, -2 pair and -2 pair + 1, and of those that are higher by PART.
