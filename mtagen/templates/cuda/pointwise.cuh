@@ -4,12 +4,6 @@
 
 // ---- Convolution with a filter of one tap: scores are multiplied in their registers ---------------------------------
 
-// The tap of head h. A null `weight` stands for taps of 1.
-DEVICE const float* tap_of(const float* weight, int h) {
-  static const float one = 1.f;
-  return weight ? weight + h : &one;
-}
-
 // c = s times the tap; finish(n) is called when the 8 columns of tile n are complete.
 template <int N, class Finish>
 DEVICE void multiply_by_tap(float (&c)[N], const float (&s)[N], float tap, Finish finish) {
