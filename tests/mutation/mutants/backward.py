@@ -39,7 +39,7 @@ MUTANTS = (
     ),
     Mutant(
         "plain-attention-by-other-taps",
-        f"{CUDA}/pointwise.cuh",
+        f"{CUDA}/tap.cuh",
         "static const float one = 1.f;",
         "static const float one = 2.f;",
         "Plain attention, which has no weight, multiplies its scores.",
