@@ -42,8 +42,8 @@ struct HeadTerms {
 };
 
 // The sums of the scores of each key, in the warp's row tiles. An mma multiplies 16 columns, transposed, by a column of
-// ones. Each 16 columns have a column of their own, so that all share four sums a thread. Like dS, the terms are rounded to
-// Elements. The sums are fp32.
+// ones. Each 16 columns have a column of their own, so that all share four sums a thread. Like dS, the terms are
+// rounded to Elements. The sums are fp32.
 struct KeyTerms {
   static constexpr int PAIRS = PART / (2 * CHUNK);
   static_assert(PAIRS <= 8 && PART % (2 * CHUNK) == 0, "an mma has 8 columns");
@@ -66,7 +66,8 @@ struct KeyTerms {
     const Place at(warp_index() / ROW_TILES);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int pair = 2 * at.lane_pair + i % 2, column = PART * at.part + 2 * CHUNK * pair + CHUNK * (i / 2) + at.lane_row;
+      const int pair = 2 * at.lane_pair + i % 2,
+                column = PART * at.part + 2 * CHUNK * pair + CHUNK * (i / 2) + at.lane_row;
       const int key = cta.c0 + PAD_LEFT + column;
       if (pair < PAIRS && column < OWNED && key < cta.n_k) to[key] = sums[i];
     }

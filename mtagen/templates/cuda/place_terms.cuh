@@ -48,7 +48,8 @@ struct PlaceTerms {
     for (int r = 0; r < 2; ++r) rows[r] = function.of_position(position + 2 * (lane >> 2) + r);
   }
 
-  // What keys and distances add in the n-th 8 columns, two of each row. `keys` is the address of the first column's term.
+  // What keys and distances add in the n-th 8 columns, two of each row. `keys` is the address of the first column's
+  // term.
   DEVICE void terms(float (&x)[4], int n, u32 keys) const {
     if (ScoreFunction::ADDS_OF_DISTANCE) {
       const u32 from = diagonals - 4 * CHUNK * n;
