@@ -52,5 +52,5 @@ def test_cuda_strips_are_compiled_without_a_gpu(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path / "cache"))
     name = "strips-mixed-cuda-sm_90a"
     compiled([name], tmp_path)
-    kernels = {kernel.name for made in CASES[name].plan.strip.values() for kernel in made.kernels}
+    kernels = {kernel.name for one in CASES[name].plan.passes for kernel in one.plan.kernels}
     assert {path.stem for path in (tmp_path / name).glob("*.sass")} == kernels

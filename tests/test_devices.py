@@ -38,7 +38,7 @@ class Gpus:
         patch.setattr(torch.cuda, "get_device_name", lambda: "a stand-in")
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         patch.setattr(torch.cuda, "device", self.device)
-        patch.setattr(launches, "compile_launches", lambda made, module, device: None)
+        patch.setattr(launches, "compile_launches", lambda made, hosts, device, tables: None)
         patch.setattr(launches, "exercise", self.exercise)
         patch.setattr(runtime, "cached_cubin", self.compile)
 
