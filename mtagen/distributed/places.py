@@ -21,7 +21,7 @@ _BEFORE = {str(POSITION): "positions_before", str(KEY): "keys_before"}
 
 
 class Before(NamedTuple):
-    """What calls add to places of their own, ``(B,)`` or ``(documents,)`` int32.
+    """Offsets from a call's own places to those in the sequence, ``(B,)`` or ``(documents,)`` int32.
 
     Attributes:
         positions: the position of a query in its sequence, less that in the call.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import masked
 import pytest
 import torch
 from problems import failures_in_triton as failures
@@ -16,23 +17,15 @@ from mtagen.measure.cases import Sizes
 # A tile of few rows and of few keys, grouped heads, more than one tile, and more queries than keys.
 SIZES = (Sizes(2, 4, 2, 40, 40), Sizes(1, 2, 1, 3, 150), Sizes(2, 2, 2, 20, 9))
 MASKS: dict[str, dict[str, Any]] = {
-    "prefix": {"causal": False, "visible": "(j <= i) | (j < prefix[b])", "parameters": {"prefix": "b"}},
-    "padding": {"causal": False, "visible": "j < lengths[b]", "parameters": {"lengths": "b"}},
+    **{name: masked.MASKS[name] for name in ("prefix", "padding", "begins with a token", "nothing")},
     "chunks": {"visible": "i // 24 == j // 24"},
     "chunks seen whole": {"causal": False, "visible": "i // 24 == j // 24", "window": (10, -1)},
     "later half": {"causal": False, "visible": "j >= i // 2"},
-    "begins with a token": {"visible": "j >= first[b, i]", "parameters": {"first": "b,i"}},
     "falling": {"causal": False, "visible": "(j < 50 - i) & (j >= 20 - i)"},
-    "nothing": {"visible": "(j < 2) & (j > 3)"},
 }
 # Conditions that are checked for each pair.
 GAPS: dict[str, dict[str, Any]] = {
-    "sinks and a window": {"visible": "(j < 4) | (i - j < 9)"},
-    "two windows": {
-        "causal": False,
-        "visible": "(abs(i - j) < 3) | ((i - j >= 12) & (i - j <= starts[b]))",
-        "parameters": {"starts": "b"},
-    },
+    **{name: masked.GAPS[name] for name in ("sinks and a window", "two windows", "not itself")},
     "documents by numbers": {"visible": "ids[b, i] // 13 == ids[b, j] // 13", "parameters": {"ids": "b,i"}},
     "a list in a window": {
         "causal": False,
@@ -44,7 +37,6 @@ GAPS: dict[str, dict[str, Any]] = {
         "visible": "(blocks[b, i // 16, j // 16] % 3 == 1) | ((blocks[b, i // 16, j // 16] % 3 == 2) & (i - j < 9))",
         "parameters": {"blocks": "b,i//16,j//16"},
     },
-    "not itself": {"causal": False, "visible": "~((j == i) | (j % 5 == i // 8)) & (j >= i // 2)"},
 }
 
 

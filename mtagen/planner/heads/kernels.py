@@ -15,7 +15,7 @@ from ...spec import Spec
 from ..cuda.memory import SharedMap, swizzled_bytes
 from ..geometry.affine import N_K, N_Q, Size
 from ..geometry.mask import Mask
-from ..kernel import Argument, Buffer, Kernel, numbers, reads, strides, writes
+from ..kernel import Argument, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
 from ..sizes import BATCH, HEADS
 from ..strip.row_shared import MAX_HEADS
@@ -255,7 +255,8 @@ class OutputsKernel(HeadsKernel):
     @property
     def pointers(self) -> tuple[Argument, ...]:
         read = (*reads("Element", "q", "k", "v"), *reads("float", *self.mixtures(), "partial"))
-        return (*read, *writes("Element", "out"), *writes("float", "lse", "partial_out"))
+        written = *writes("Element", "out"), *writes("float", "lse"), *writes("float", "partial_out", optional=True)
+        return *read, *written
 
     @property
     def counts(self) -> tuple[str, ...]:
@@ -274,11 +275,6 @@ class OutputsKernel(HeadsKernel):
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         return self.kernel, self.sums
-
-    @property
-    def partial_out(self) -> Buffer:
-        """The parts of outputs, which the host allocates if there are several."""
-        return Buffer("partial_out", "fp32", (PARTS, BATCH, HEADS, N_Q, self.spec.value_head_dim))
 
     @property
     def warps(self) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from ..sizes import BATCH, HEADS
 from ..strip.row_shared import MAX_HEADS
 from ..strip.stages import Stages
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
-from .kernels import CHUNKS, HeadsKernel, OutputsKernel, StatisticsKernel
+from .kernels import CHUNKS, PARTS, HeadsKernel, OutputsKernel, StatisticsKernel
 
 MAX_DIM = 64  # upper limit of head dims: outputs of 16 heads and 32 rows then take half of the registers
 FIELDS: Fields = {"lowering": "heads"}  # of the decision for this lowering
@@ -71,12 +71,14 @@ class HeadsForward(PassPlan):
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        """The buffers that the host always allocates."""
+        """The buffers that the host allocates."""
+        outputs = BATCH, HEADS, N_Q, self.spec.value_head_dim
         bundles = BATCH * ceiling(HEADS / Stages(self.spec).heads)
         return (
-            Buffer("out", "q", (BATCH, HEADS, N_Q, self.spec.value_head_dim)),
+            Buffer("out", "q", outputs),
             Buffer("lse", "fp32", (BATCH, HEADS, N_Q)),
             Buffer("partial", "fp32", (CHUNKS, bundles, N_Q, MAX_HEADS)),
+            Buffer("partial_out", "fp32", (PARTS, *outputs), needs=f"{PARTS} > 1"),
         )
 
     @property

@@ -4,8 +4,8 @@
 
 // ---- What places add to scores --------------------------------------------------------------------------------------
 //
-// It is computed once for each key of a tile, for all warps, and once for each diagonal of a warp's tile. It lies in
-// shared memory, in units of exponents of 2.
+// A term is computed once for each key of a tile, for all warps, and once for each diagonal of a warp's tile. Terms lie
+// in shared memory, in units of exponents of 2.
 
 // Thread `thread` of THREADS stores what COLUMNS keys from `key` on add.
 template <int COLUMNS, int THREADS>
@@ -35,7 +35,7 @@ DEVICE void store_diagonal_terms(u32 to, const ScoreFunction& function, int posi
   __syncwarp();
 }
 
-// What places add to the scores of a thread, in a tile of COLUMNS columns.
+// Terms that places add to the scores of a thread, in a tile of COLUMNS columns.
 template <int COLUMNS>
 struct PlaceTerms {
   u32 diagonals;  // address of the diagonal below that of the thread's first score
@@ -48,7 +48,7 @@ struct PlaceTerms {
     for (int r = 0; r < 2; ++r) rows[r] = function.of_position(position + 2 * (lane >> 2) + r);
   }
 
-  // What keys and distances add in the n-th 8 columns, two of each row. `keys` is the address of the first column's
+  // Terms of keys and distances in the n-th 8 columns, two of each row. `keys` is the address of the first column's
   // term.
   DEVICE void terms(float (&x)[4], int n, u32 keys) const {
     if (ScoreFunction::ADDS_OF_DISTANCE) {

@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant(
         "heads-parts-of-one-place",
         f"{CUDA}/heads_outputs.cu.j2",
-        "partial_out + block.chunk * block.results(n_heads) * DV + at",
+        "partial_out + block.chunk * results(block, n_heads) * DV + at",
         "partial_out + at",
         "All chunks of keys write their parts of outputs to the same place.",
         (f"{EMULATED_HEADS}::test_scores_far_apart[30.0-before and after]",),
