@@ -116,6 +116,15 @@ def test_later_rows_see_more_keys(mask):
     assert mask.favours_later_rows == grows
 
 
+@pytest.mark.parametrize(
+    ("visible", "grows"),
+    [("(j <= i) | (j < prefix[b])", True), ("j < prefix[b]", False), ("(j > i) | (j < prefix[b])", False)],
+)
+def test_later_rows_of_tables_see_more_keys(visible, grows):
+    spec = Spec(None, 64, causal=False, visible=visible, parameters={"prefix": "b"})
+    assert Mask.of(spec).favours_later_rows == grows
+
+
 def test_of_a_request():
     assert Mask.of(Spec((6, 11), 64)) == CAUSAL
     assert Mask.of(Spec((6, 11), 64, causal=False)) == FULL

@@ -10,6 +10,7 @@ import sympy
 from sympy import Expr
 
 from ...expressions.bounds import seen_by
+from ...expressions.language import POSITION
 from ...spec import Spec
 from .affine import N_K, Interval, Size
 
@@ -48,6 +49,7 @@ class Mask:
         has_gap: whether kernels skip keys between two runs of keys, which they read from memory, too.
         skips_tiles: whether fused kernels look for a visible pair in each tile first. Conditions that read
             parameters, such as numbers of documents, hide whole tiles; others hide some pairs of most.
+        widens: whether only tables hide keys, and only later ones, whose first moves with the query.
         terms: the scores that count in a convolution. ``source``: scores whose own query sees their
             key. ``output``: scores whose key is seen by the query of the convolution's result.
     """
@@ -59,6 +61,7 @@ class Mask:
     condition: str = ""
     has_gap: bool = False
     skips_tiles: bool = False
+    widens: bool = False
 
     @classmethod
     def of(cls, spec: Spec) -> Mask:
@@ -75,8 +78,15 @@ class Mask:
         window = cls(spec.left, spec.right, terms)
         if spec.visible is None:
             return window
-        skips = bool(spec.checked_parameters)
-        return replace(window, is_tabulated=True, condition=_condition(spec), has_gap=spec.has_gap, skips_tiles=skips)
+        run = seen_by(spec.visible, spec.parameters).run
+        return replace(
+            window,
+            is_tabulated=True,
+            condition=_condition(spec),
+            has_gap=spec.has_gap,
+            skips_tiles=bool(spec.checked_parameters),
+            widens=not run.firsts and any(last.has(POSITION) for last in run.lasts),
+        )
 
     @property
     def name(self) -> str:
@@ -118,7 +128,7 @@ class Mask:
     @property
     def favours_later_rows(self) -> bool:
         """Whether later rows see more keys, so that tiles of rows differ in their work."""
-        return self.hides_later and not self.hides_earlier
+        return (self.hides_later or self.widens) and not self.hides_earlier
 
     # ---- Limits of one query or key; None where only the ends of the sequence limit it.
 
