@@ -37,8 +37,8 @@ TRAINED = [
 OF_PAIRS = {"logits": "s / 2 + bias[h, i, j] * (i - j) / 8", "parameters": {"bias": "h,i,j"}}
 OF_DOCUMENTS = {**problems.READ, "sink": True, "packed": True}
 UNFUSED = [
-    ("s * t[h]", {"t": "h"}, "depends on scores"),
-    ("tanh(s) + t[h]", {"t": "h"}, "depends on scores"),
+    ("s * t[h]", {"t": "h"}, "the gradient of t depends on scores"),
+    ("tanh(s) + t[h]", {"t": "h"}, "the slope of the function depends on scores"),
     ("s + t[h, i] * (i - j)", {"t": "h,i"}, "t has an entry for each query"),
     ("s + t[h, min(4, j)]", {"t": "h,5"}, "the entry of t depends on more than i - j"),
 ]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from sympy import Expr
 
 from ...spec import Spec
-from ..geometry.score import GRADIENT, ParameterSum, ScoreFunction, ScoreStage
+from ..geometry.score import GRADIENT, SCORE, ParameterSum, ScoreFunction, ScoreStage
 from ..kernel import Argument, reads
 
 
@@ -60,10 +60,12 @@ def why_not_summed(spec: Spec) -> str:
             return f"the entry of {name} depends on more than i - j"
         if of.view.token_axes and of.view.table > 1:
             return f"{name} has a table for each token"
+        if of.kind != "row" and of.term.has(SCORE):
+            return f"the gradient of {name} depends on scores, which registers no longer hold"
     try:
         tile_sums(stage)
     except ValueError:
-        return "a gradient depends on scores, which registers no longer hold"
+        return "the slope of the function depends on scores, which registers no longer hold, and all gradients need it"
     return ""
 
 
