@@ -229,10 +229,11 @@ def host_functions(file: str) -> dict[str, Any]:
 def test_schedule_of_tiles(order: str) -> None:
     lengths = (40, 0, 7, 16, 90, 1, 0)
     schedule = host_functions("documents.py")["_schedule"]
-    tiles = schedule(starts(lengths), sum(lengths), 16, order).tolist()
+    count = host_functions("documents.py")["_most_tiles"](sum(lengths), len(lengths), 16)
+    tiles = schedule(starts(lengths), 16, count, order).tolist()
     taken = [tuple(tile) for tile in tiles if tile[0] >= 0]
     assert sorted(taken) == [(b, n) for b, length in enumerate(lengths) for n in range(-(-length // 16))]
-    assert len(tiles) <= sum(lengths) // 16 + len(lengths)
+    assert len(tiles) == count == sum(lengths) // 16 + len(lengths)
     assert all(tile[0] < 0 for tile in tiles[len(taken) :])
     blocks = [-(-length // 16) for length in lengths]
     work = {

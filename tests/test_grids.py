@@ -138,8 +138,11 @@ def test_a_sequence_of_too_many_tiles(pass_name: str) -> None:
 def test_a_schedule_fills_layers(layers: int) -> None:
     made, sources = planned(Spec(None, 16, packed=True), "sm_90a", "cuda")
     cu_seq = torch.tensor([0, 5, 9, 40], dtype=torch.int32)
-    tiles = load_host(made, sources, "forward")._schedule(cu_seq, 40, 16, "longest", layers)
-    assert len(tiles) % layers == 0
+    host = load_host(made, sources, "forward")
+    count = host._most_tiles(40, 3, 16, layers)
+    tiles = host._schedule(cu_seq, 16, count, "longest")
+    assert len(tiles) == count
+    assert count % layers == 0
     assert sorted(map(tuple, tiles[tiles[:, 0] >= 0].tolist())) == [(0, 0), (1, 0), (2, 0), (2, 1)]
 
 

@@ -19,7 +19,9 @@ from triton.runtime.driver import driver
 from mtagen import Plan, Spec, plan
 from mtagen.codegen import render
 from mtagen.planner.targets import get_target
+from mtagen.runtime import documents
 from mtagen.runtime import load as runtime
+from mtagen.runtime.document_kernel import schedule_documents
 from mtagen.runtime.launches import recorded
 
 PLAN = plan(Spec((2, 3), 16), "sm_90a", "triton")
@@ -160,3 +162,22 @@ def test_tables_of_a_mask(compiler: Compiler) -> None:
             module.backward_tables(torch.zeros(1, 2, length, 16), prefix, length + 1)
     assert not compiler.of("compiled")
     forget(module)
+
+
+def test_schedule_of_documents(compiler: Compiler) -> None:
+    """It is compiled once, whatever the sizes and addresses of a call."""
+    made = plan(Spec((2, 3), 16, packed=True), "sm_90a", "triton")
+    runtime.compile_kernels(made, render(made))
+    name = schedule_documents.__name__
+    assert compiler.of("compiled").count(name) == compiler.of("launched").count(name) == 1
+    compiler.events.clear()
+    orders = ("later", "earlier"), ("longest", None), (None, None)
+    for number, tile, orders_of_call in zip((1, 16, 130), (1, 128, 64), orders, strict=True):
+        cu_seq = torch.zeros(number + 2, dtype=torch.int32)[1:]
+        rows, keys = (order and (16 * number, order) for order in orders_of_call)
+        for total_k in (None, 2 * number):
+            documents._schedule(cu_seq, cu_seq, number, total_k, tile, rows, keys, number - 1)
+    assert compiler.of("launched") == [name] * 6
+    assert not compiler.of("compiled")
+    schedule_documents.device_caches.clear()
+    forget(loaded(made))

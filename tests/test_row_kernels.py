@@ -1,4 +1,4 @@
-"""Triton's kernels of moves: they compile for GPUs, with and without what calls may leave out."""
+"""Triton's kernels that no spec changes: they compile for GPUs, with and without what calls may leave out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mtagen.ops import row_kernels
+from mtagen.runtime.document_kernel import schedule_documents
 
 COPIES = {"D": 128, "BLOCK": 1024}
 KERNELS: dict[str, dict[str, Any]] = {
@@ -24,8 +25,13 @@ CASES = [(name, {}) for name in KERNELS]
 CASES += [("store_tokens", {"SIZE": 0, "SLOTS": 0}), ("merge_results", {"new": 1, "n_requests": 1, "heads": 1})]
 
 
+targets = pytest.mark.parametrize(
+    "target", [GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)], ids=["sm_80", "sm_90"]
+)
+
+
 @pytest.mark.parametrize(("name", "constants"), CASES)
-@pytest.mark.parametrize("target", [GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)], ids=["sm_80", "sm_90"])
+@targets
 def test_compiles(name: str, constants: dict[str, Any], target: GPUTarget) -> None:
     kernel, constants = getattr(row_kernels, name), KERNELS[name] | constants
 
@@ -41,3 +47,9 @@ def test_compiles(name: str, constants: dict[str, Any], target: GPUTarget) -> No
     signature = {argument: type_of(argument) for argument in kernel.arg_names}
     compiled = triton.compile(ASTSource(kernel, signature, constants), target=target)
     assert compiled.asm["cubin"]
+
+
+@targets
+def test_schedules_compile(target: GPUTarget) -> None:
+    types = {name: "*i32" if name.endswith("_ptr") else "i32" for name in schedule_documents.arg_names}
+    assert triton.compile(ASTSource(schedule_documents, types), target=target).asm["cubin"]

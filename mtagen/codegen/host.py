@@ -16,6 +16,7 @@ from ..spec import Spec
 from .printers import python_code
 
 WIDTH = 120  # columns of a line
+SCHEDULING = ("_with_rest", "_most_tiles", "_schedule", "_with_tiles")  # functions of templates/host/documents.py
 _CODES = {"pointer": "P", "int": "i", "long long": "q", "float": "f"}  # kinds of arguments -> codes of struct
 
 
@@ -63,7 +64,8 @@ class Shapes(NamedTuple):
         arguments: lines about arguments after the scale, besides those of dropout.
         rules: lines about what tensors must fulfil.
         lengths: statements that read the lengths and heads of a call.
-        schedule: statements that make the schedule of the tiles of documents.
+        schedule: statements that add documents and schedule tiles of ``length`` rows or keys. Format fields are the
+            ``tile``, names of the ``tiles`` of rows and of keys, and the ``schedules`` of both.
     """
 
     queries: str
@@ -103,10 +105,12 @@ _PACKED = Shapes(
     lengths=(
         "total_q, heads, _ = q.shape",
         "total_k, kv_heads, _ = k.shape",
-        "cu_seq_q, cu_seq_k = _with_rest(cu_seq_q, cu_seq_k, total_q, total_k)",
-        "documents = len(cu_seq_q) - 1",
+        "documents = len(cu_seq_q) + 1  # with two for the rows behind the last one",
     ),
-    schedule=('tiles = _schedule({cu_seq}, {length}, {plan.geometry.owned}, "{plan.grid.order}", layers)',),
+    schedule=(
+        "n_tiles = _most_tiles({length}, documents, {tile}, layers)",
+        "cu_seq_q, cu_seq_k, {tiles} = _with_tiles(cu_seq_q, cu_seq_k, total_q, total_k, {tile}, {schedules})",
+    ),
 )
 
 
@@ -127,9 +131,7 @@ _PAGED = _PACKED._replace(
         "total_q, heads, _ = q.shape",
         "kv_heads, table_width = k.shape[1], block_table.shape[1]",
         "# The queries behind the last document become a document without keys and pages.",
-        "cu_seq_q = torch.cat((cu_seq_q, cu_seq_q.new_full((1,), total_q)))",
-        "cu_seq_k = torch.cat((cu_seq_k, cu_seq_k[-1:]))",
-        "documents = len(cu_seq_q) - 1",
+        "total_k, documents = None, len(cu_seq_q)",
     ),
 )
 

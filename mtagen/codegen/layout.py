@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..planner.lift.kernels import AXES, DOCUMENT_TILE
 from ..planner.lift.module import LiftModule
+from .host import SCHEDULING
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,6 @@ class Batch:
         numbers: axes of a tensor with a number for each query and head, for comments.
         numbers_shape: the host's shape of such a tensor.
         sizes: the host's names for the sizes that its functions share.
-        sizes_of_call: the values of these names.
         all_heads: number of heads of queries, through the batch.
         places: number of rows of g for a head.
         partial: the function that allocates results of blocks.
@@ -279,7 +279,6 @@ class Batch:
     numbers = "B, H, n_q"
     numbers_shape = "q.shape[:3]"
     sizes = "n_q, n_k"
-    sizes_of_call = "q.shape[2], k.shape[2]"
     all_heads = "len(q) * n_heads"
     notes: Sequence[str] = ()
     symbols: Sequence[tuple[str, str]] = (
@@ -296,6 +295,10 @@ class Batch:
         self.gradient = Gradient(lift.lifts_keys, lift.carried_rows)
         self.heads_of_values = f"dv.view(-1, n_k, {spec.value_head_dim})"
         self.sum_of_batch = f"view(-1, n_heads, {spec.cq}, {spec.ck}).sum(0)"
+
+    def sizes_of_call(self, pass_name: str) -> str:
+        """Return the host's values of these names in a pass."""
+        return "q.shape[2], k.shape[2]"
 
     def matrix(self, name: str, at: Sequence[str]) -> str:
         """Return the arguments that name the matrix of a tile, and where the tile begins in it.
@@ -324,7 +327,7 @@ class Packed(Batch):
     """The same texts for packed documents."""
 
     file = "triton/packed.py"
-    host: Sequence[Sequence[str]] = (("host/documents.py", "_with_rest", "_schedule", "_sizes"),)
+    host: Sequence[Sequence[str]] = (("host/documents.py", *SCHEDULING, "_sizes"),)
     queries = PackedAxis("queries", "i0", "BLOCK_M", "n_q", "q", "h", "row_tiles")
     keys = PackedAxis("keys", "j0", "BLOCK_N", "n_k", "k", "h // group", "key_tiles")
     has_entries = False
@@ -347,11 +350,19 @@ class Packed(Batch):
     def __init__(self, module: LiftModule) -> None:
         spec, lift = module.spec, module.lift
         self._spec = spec
-        self._order = '"later", "earlier"' if lift.mask.favours_later_rows else '"longest", "longest"'
-        self.sizes_of_call = f"_sizes(q, k, cu_seq_q, cu_seq_k, {DOCUMENT_TILE}, {lift.carried_rows}, {self._order})"
+        self._lift = lift
         self._packed = self.gradient = PackedGradient(lift.lifts_keys, lift.carried_rows)
         self.heads_of_values = "dv.transpose(0, 1)"
         self.sum_of_batch = f"view(n_heads, {spec.cq}, {spec.ck})"
+
+    def sizes_of_call(self, pass_name: str) -> str:
+        tile, carried = DOCUMENT_TILE, self._lift.carried_rows
+        return f"_sizes(q, k, cu_seq_q, cu_seq_k, {tile}, {carried}, {self._orders(pass_name)})"
+
+    def _orders(self, pass_name: str) -> str:
+        """Return the orders of the tiles of rows and of keys; a forward pass reads those of keys to lift keys."""
+        rows, keys = ("later", "earlier") if self._lift.mask.favours_later_rows else ("longest", "longest")
+        return f'"{rows}", "{keys}"' if pass_name == "backward" or self._lift.lifts_keys else f'"{rows}", None'
 
     def matrix(self, name: str, at: Sequence[str]) -> str:
         """Return the arguments that name the matrix of a document, and where a tile begins in it.
@@ -374,7 +385,7 @@ class Packed(Batch):
 class Paged(Packed):
     """The same texts for packed queries whose keys and values lie in pages."""
 
-    host = (("host/documents.py", "_schedule", "_sizes_of_pages"),)
+    host = (("host/documents.py", *SCHEDULING, "_sizes_of_pages"),)
     sizes = f"{Packed.sizes}, block_table, table_width"
     notes = (
         "Queries are packed, (total_q, H, D): a batch of one entry. Each document is a separate sequence, and the",
@@ -388,8 +399,10 @@ class Paged(Packed):
         size, vector = module.spec.page_size, module.vector
         self._pages = PagedAxis("keys", "j0", "BLOCK_N", "n_k", "k", "h // group", "key_tiles", size, vector)
         self.keys = self._pages
-        tiles = f"{DOCUMENT_TILE}, {self._order}"
-        self.sizes_of_call = f"_sizes_of_pages(q, block_table, cu_seq_q, cu_seq_k, max_k, {tiles})"
+
+    def sizes_of_call(self, pass_name: str) -> str:
+        tiles = f"{DOCUMENT_TILE}, {self._orders(pass_name)}"
+        return f"_sizes_of_pages(q, block_table, cu_seq_q, cu_seq_k, max_k, {tiles})"
 
     def page_tile(self, name: str, at: Sequence[str], block: Sequence[str]) -> str:
         if name not in ("k", "v") or len(at) != 4:

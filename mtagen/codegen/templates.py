@@ -9,7 +9,7 @@ from importlib import resources
 import jinja2
 
 from ..spec import DROPOUT_GROUP
-from .host import cache_shapes_of, shapes_of
+from .host import SCHEDULING, cache_shapes_of, shapes_of
 
 
 def environment(folder: str) -> jinja2.Environment:
@@ -25,7 +25,7 @@ def environment(folder: str) -> jinja2.Environment:
         autoescape=False,
     )
     templates.globals |= {"DROPOUT_GROUP": DROPOUT_GROUP, "functions": functions, "shapes_of": shapes_of}
-    templates.globals |= {"cache_shapes_of": cache_shapes_of}
+    templates.globals |= {"cache_shapes_of": cache_shapes_of, "SCHEDULING": SCHEDULING}
     return templates
 
 

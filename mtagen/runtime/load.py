@@ -17,6 +17,7 @@ from ..errors import BackendError, explain
 from ..planner.choice import GENERATED, Backend
 from ..planner.plan import Plan
 from ..planner.targets import get_target
+from . import documents
 from .devices import devices_for
 from .disk_cache import Cache, cache_key
 from .loader import load_module
@@ -103,6 +104,7 @@ def load_host(plan: Plan, sources: Sources, pass_name: str) -> ModuleType:
 
     if plan.cuda:
         module.compile_source = compile_source  # type: ignore[attr-defined]
+    documents.install(module)
     return module
 
 
@@ -141,7 +143,8 @@ def compile_kernels(plan: Plan, sources: Sources) -> None:
             for module in dict.fromkeys(hosts.values()):  # passes of one lowering share a module
                 list(pool.map(partial(_load, module, device), getattr(module, "SOURCES", ())))
     tables = load_tables(plan, sources) if devices else None
-    for device in devices if plan.triton or tables else ():
+    schedules = plan.spec.packed and triton_version() is not None
+    for device in devices if plan.triton or tables or schedules else ():
         from .launches import compile_launches, exercise, exercise_tables  # which need triton
 
         with torch.cuda.device(device):  # Triton launches on the current device
@@ -150,6 +153,8 @@ def compile_kernels(plan: Plan, sources: Sources) -> None:
                 exercise(plan, hosts[pass_name], device, pass_name)
             if tables:
                 exercise_tables(plan, tables, device)
+            if schedules:
+                documents.compile_kernel(device)
             torch.cuda.synchronize()
 
 

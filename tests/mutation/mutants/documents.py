@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ..mutant import CUDA, EMULATED_DOCUMENTS, INTERPRETED_DOCUMENTS, INTERPRETED_DROPOUT, TRITON, Mutant
 
+INTERPRETED_SCHEDULES = "tests/interpreter/test_schedules.py"
+
 MUTANTS = (
     Mutant(
         "documents-length-of-the-rest",
@@ -32,10 +34,42 @@ MUTANTS = (
     Mutant(
         "documents-with-later-tiles-before",
         "mtagen/templates/host/documents.py",
-        '"earlier": blocks[document] - number',
+        '"earlier": tiles[document] - number',
         '"earlier": number + 1',
         "CTAs wait for others of their document that have no room to run while they wait.",
         ("tests/test_documents.py::test_schedule_of_tiles",),
+    ),
+    Mutant(
+        "documents-of-equal-lengths-in-one-place",
+        "mtagen/runtime/document_kernel.py",
+        "((tiles >= work) & is_earlier)",
+        "((tiles > work) & is_earlier)",
+        "The last tiles of two documents of equal lengths are stored in one place.",
+        (f"{INTERPRETED_SCHEDULES}::test_every_number",),
+    ),
+    Mutant(
+        "documents-scheduled-without-carried-rows",
+        "mtagen/runtime/document_kernel.py",
+        "documents, given, documents, total_q, tile, carried, n_row_tiles",
+        "documents, given, documents, total_q, tile, 0, n_row_tiles",
+        "The last rows of dq of a document have no tile.",
+        (f"{INTERPRETED_SCHEDULES}::test_every_number",),
+    ),
+    Mutant(
+        "documents-scheduled-by-a-kernel-for-each-alignment",
+        "mtagen/runtime/document_kernel.py",
+        ", do_not_specialize_on_alignment=_POINTERS",
+        "",
+        "A call compiles the kernel again if its boundaries begin at another address.",
+        ("tests/test_launches.py::test_schedule_of_documents",),
+    ),
+    Mutant(
+        "documents-keys-scheduled-for-lifted-queries",
+        "mtagen/codegen/layout.py",
+        'pass_name == "backward" or self._lift.lifts_keys',
+        "True",
+        "A forward pass that reads no tiles of keys computes them.",
+        (f"{INTERPRETED_SCHEDULES}::test_forward_schedules_keys_only_to_lift_them",),
     ),
     Mutant(
         "documents-log-sum-exps-of-the-first-head",
