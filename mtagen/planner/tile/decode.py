@@ -53,6 +53,7 @@ _BUSY_WARPS = 8  # warps of a multiprocessor with which loads, products and soft
 _STAGES = (3, 2)
 _TILE_ELEMENTS = 128 * 128  # upper limit of the elements of K or V in a tile: 32 KiB
 _COMBINE_WARPS = 4  # warps that share the splits of a row
+_LANES = 32  # of a warp
 _REGISTERS = 128  # lower limit of a thread's registers
 
 CTA_HEADS = sympy.Symbol("cta_heads", integer=True, positive=True)
@@ -240,6 +241,15 @@ class TileDecode(TilePass):
     def cache(self) -> Cache:
         """Where keys and values lie."""
         return Cache.of(self.spec)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether each lane of a warp looks up one page of a tile before the tile is loaded.
+
+        A tile that begins inside a page has rows of one page more than its keys fill.
+        """
+        size = self.spec.page_size
+        return size is not None and all(tile.keys // size + 1 <= _LANES for tile in self.tiles)
 
     @property
     def key_begin(self) -> Expr:

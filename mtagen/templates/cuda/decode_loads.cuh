@@ -63,6 +63,21 @@ struct Ring {
   }
 };
 
+// A ring that looks up the pages of the item that it loads next before it waits for another item.
+template <class Tile>
+struct LookAheadRing : Ring<Tile> {
+  using Ring<Tile>::Ring;
+
+  DEVICE u32 await(int item) {
+    const int next = item + Tile::STAGES - 1;
+    if (next % 2 == 0)
+      this->k.look_up(this->work.first_key(next / 2));
+    else
+      this->v.look_up(this->work.first_output(next / 2));
+    return Ring<Tile>::await(item);
+  }
+};
+
 // Loads the queries, head by head, `head_rows` each. Rows before the sequence's start, and rows of no head, are zeros.
 template <class Tile>
 DEVICE void load_queries(u32 shared, const Problem& x, const Work<Tile>& work) {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ..mutant import CUDA, EMULATED, INTERPRETED_DECODE, TRITON, Mutant
 
+PAGES = "tests/test_emulated_pages.py"
+
 MUTANTS = (
     Mutant(
         "decode-length-beyond-the-cache",
@@ -12,6 +14,22 @@ MUTANTS = (
         "x.seqlens ? x.seqlens[b] : x.n_max",
         "A length beyond the cache reads the keys of another sequence.",
         (f"{EMULATED}::test_decode",),
+    ),
+    Mutant(
+        "decode-pages-of-the-item-that-is-awaited",
+        f"{CUDA}/decode_loads.cuh",
+        "const int next = item + Tile::STAGES - 1;",
+        "const int next = item + 1;",
+        "In a ring of 3 stages the pages of values are looked up for keys, and keys lie in pages of an earlier tile.",
+        (f"{PAGES}::test_steps_of_several_tiles_have_the_bits_of_a_cache",),
+    ),
+    Mutant(
+        "decode-as-many-pages-as-lanes-and-one-more",
+        "mtagen/planner/tile/decode.py",
+        "tile.keys // size + 1 <= _LANES",
+        "tile.keys // size <= _LANES",
+        "The last rows of a tile that begins inside a page are read from its first page.",
+        (f"{PAGES}::test_steps_of_several_tiles_have_the_bits_of_a_cache",),
     ),
     Mutant(
         "decode-combine-one-split-a-lane",
