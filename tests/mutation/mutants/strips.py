@@ -153,7 +153,7 @@ MUTANTS = (
     ),
     Mutant(
         "strip-sums-of-the-first-parts",
-        f"{TRITON}/parts.py",
+        f"{TRITON}/strip_parts.py",
         "range(0, outer * inner, PARTS)",
         "range(0, PARTS, PARTS)",
         "Gradients of weights are sums over one tile of parts.",
