@@ -27,6 +27,23 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit
+def _sum_of_parts(
+    partial_ptr, slot, place, inside, outer, slots, inner, entries, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Sums over the parts of a slot of partial sums (outer, slots, inner, entries): those at BLOCK places, in fp32.
+
+    The order of additions depends on the number of parts only.
+    """
+    sums = tl.zeros([PARTS, BLOCK], tl.float32)
+    for first in range(0, outer * inner, PARTS):
+        part = first + tl.arange(0, PARTS)
+        exists = (part < outer * inner)[:, None] & inside[None, :]
+        begin = ((part // inner * slots + slot) * inner + part % inner).to(tl.int64) * entries
+        sums += tl.load(partial_ptr + begin[:, None] + place[None, :], mask=exists, other=0.0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
 def _visible(position, key):
     """Whether the query at a position sees a key."""
     return key <= position
@@ -1042,6 +1059,62 @@ def mta_strip_softmax_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
     tl.store(mix_partial_ptr + place, tl.load(mix_partial_ptr + place) + sums * 64.0)
 
 
+@triton.jit(do_not_specialize=["all_chunks", "batch", "n_heads", "parts"])
+def mta_strip_gradient_sums_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
+    mix_partial_ptr, d_head_weight_ptr, post_mix_partial_ptr, d_post_head_weight_ptr, convolution_partial_ptr,
+    d_weight_ptr, post_convolution_partial_ptr, d_post_weight_ptr,
+    all_chunks, batch, n_heads, parts,
+):
+    """Gradients of weights and of factors from the partial sums of other kernels.
+
+    A program owns a block of results of a slot of one gradient, and adds tiles of their parts in order.
+    """
+    program = tl.program_id(0)
+    if (program >= 0) & (program < tl.cdiv(n_heads, 16) * 16):
+        slot = program // 16
+        entry = program % 16 * 16 + tl.arange(0, 16)
+        inside = entry < tl.minimum(256, 16 * n_heads - 256 * slot)
+        sums = _sum_of_parts(
+            mix_partial_ptr, slot, entry, inside,
+            batch, tl.cdiv(n_heads, 16), 512, 256, 128, 16,
+        )
+        result = d_head_weight_ptr + slot.to(tl.int64) * 256 + entry
+        tl.store(result, sums, mask=inside)
+    program -= tl.cdiv(n_heads, 16) * 16
+    if (program >= 0) & (program < tl.cdiv(n_heads, 16) * 16):
+        slot = program // 16
+        entry = program % 16 * 16 + tl.arange(0, 16)
+        inside = entry < tl.minimum(256, 16 * n_heads - 256 * slot)
+        sums = _sum_of_parts(
+            post_mix_partial_ptr, slot, entry, inside,
+            batch, tl.cdiv(n_heads, 16), 512, 256, 128, 16,
+        )
+        result = d_post_head_weight_ptr + slot.to(tl.int64) * 256 + entry
+        tl.store(result, sums, mask=inside)
+    program -= tl.cdiv(n_heads, 16) * 16
+    if (program >= 0) & (program < 2 * n_heads):
+        slot = program // 2
+        entry = program % 2 * 64 + tl.arange(0, 64)
+        inside = entry < 66
+        sums = _sum_of_parts(
+            convolution_partial_ptr, slot, entry, inside,
+            parts, n_heads, all_chunks, 66, 32, 64,
+        )
+        result = d_weight_ptr + slot.to(tl.int64) * 66 + entry
+        tl.store(result, sums, mask=inside)
+    program -= 2 * n_heads
+    if (program >= 0) & (program < 2 * n_heads):
+        slot = program // 2
+        entry = program % 2 * 64 + tl.arange(0, 64)
+        inside = entry < 66
+        sums = _sum_of_parts(
+            post_convolution_partial_ptr, slot, entry, inside,
+            parts, n_heads, all_chunks, 66, 32, 64,
+        )
+        result = d_post_weight_ptr + slot.to(tl.int64) * 66 + entry
+        tl.store(result, sums, mask=inside)
+
+
 @triton.jit(do_not_specialize=[
     "v_b", "v_h", "v_n", "count", "keys", "pitch", "n_heads", "group", "b0", "n_new", "batch", "split",
 ])
@@ -1166,16 +1239,20 @@ class Place(NamedTuple):
     Attributes:
         base: number of the tensor.
         shape, strides, offset: of the view, in elements; the offset is from the tensor's first element.
+        dtype: of the view, if it is not the tensor's.
     """
 
     base: int
     shape: Sequence[int]
     strides: Sequence[int]
     offset: int
+    dtype: torch.dtype | None = None
 
     def of(self, bases: Sequence[Any]) -> torch.Tensor:
         """The view of a call's tensor."""
         base: torch.Tensor = bases[self.base]
+        if self.dtype:
+            base = base.view(self.dtype)
         if not self.offset:  # PyTorch takes the tensor's own offset, and less time
             return base.as_strided(self.shape, self.strides)
         return base.as_strided(self.shape, self.strides, base.storage_offset() + self.offset)
@@ -1344,18 +1421,21 @@ class Recipe:
             starts[name] = end
             end += _rounded(size)
         self._elements = end // like.itemsize
-        self._zeroed = sum(map(_rounded, notes.zeroed.values())) // like.itemsize
+        zeroed = sum(map(_rounded, notes.zeroed.values())) // like.itemsize
+        self._zeroed = (zeroed,) if zeroed else None  # a shape, because a slice takes longer
         self._dtypes: list[torch.dtype] = []  # of other views of the workspace, which are tensors of the call, too
         self._pointers: dict[tuple[int, int], int] = {}  # the number of each, by tensor and bytes from its begin
         workspace = len(notes.tensors)
 
-        def place(x: torch.Tensor) -> Whole | Place:
+        def place(x: torch.Tensor, often: bool = True) -> Whole | Place:
             view = x.shape, x.stride(), int(x.storage_offset())
             if _storage(x) in notes.bases:
                 base, whole = notes.bases[_storage(x)]
                 return Whole(base) if view == (whole.shape, whole.stride(), 0) else Place(base, *view)
             start = starts[notes.regions[_storage(x)]] // x.itemsize
             base = workspace
+            if x.dtype != like.dtype and not often:
+                return Place(base, *view[:2], start + view[2], x.dtype)
             if x.dtype != like.dtype:
                 if x.dtype not in self._dtypes:
                     self._dtypes.append(x.dtype)
@@ -1379,7 +1459,7 @@ class Recipe:
             values = []
             for x in arguments:
                 if isinstance(x, torch.Tensor):
-                    x = Pointer(pointer(x), place(x))
+                    x = Pointer(pointer(x), place(x, often=False))  # for the launch that finds the compiled kernel
                 elif isinstance(x, TensorDescriptor):
                     x = Described(place(x.base), x)
                 values.append(x)
@@ -1404,7 +1484,7 @@ class Recipe:
         results = [like.new_empty(*shape, **options) for shape, options in self._results]
         workspace = like.new_empty(self._elements)
         if self._zeroed:
-            workspace[: self._zeroed].zero_()
+            workspace.as_strided(self._zeroed, (1,)).zero_()
         bases = [*tensors, workspace, *results]
         begins = [*begins, workspace.data_ptr(), *[x.data_ptr() for x in results]]
         bases += [workspace.view(dtype) for dtype in self._dtypes]
@@ -1718,18 +1798,6 @@ def _add(total: torch.Tensor, x: torch.Tensor, factor: float, adds: bool) -> Non
         torch.mul(x, factor, out=total)
 
 
-def _matrices(partial: torch.Tensor, n_heads: int, mixed: int, heads: int) -> torch.Tensor:
-    """Gradients (H/m, m, m) of matrices from partial sums (B, bundles, programs, heads, heads) of bundles of heads."""
-    bundles, groups = partial.shape[1], heads // mixed
-    sums: torch.Tensor = partial.sum((0, 2))
-    if heads < sums.shape[1]:
-        sums = sums[:, :heads, :heads]
-    if groups == 1:
-        return sums.contiguous()
-    blocks = sums.reshape(bundles, groups, mixed, groups, mixed).diagonal(dim1=1, dim2=3)  # (bundles, m, m, groups)
-    return blocks.permute(0, 3, 1, 2).reshape(-1, mixed, mixed)[: n_heads // mixed].contiguous()
-
-
 @_without_gradients
 def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
     """Attention by the stages above.
@@ -1852,30 +1920,19 @@ def backward(
     """
 
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-    dq, dk, dv, *sums = RECIPES.call(
+    return RECIPES.call(
         _backward,
         (
             grad_out, grad_lse, q, k, v, weight, head_weight, post_weight, post_head_weight, lse,
         ),
         (scale,),
     )
-    mix_partial, post_mix_partial, convolution_partial, post_convolution_partial = sums
-    n_heads = q.shape[1]
-    return (
-        dq,
-        dk,
-        dv,
-        convolution_partial.sum((0, 2)),
-        _matrices(mix_partial, n_heads, 16, 16),
-        post_convolution_partial.sum((0, 2)),
-        _matrices(post_mix_partial, n_heads, 16, 16),
-    )
 
 
 def _backward(
     call, grad_out, grad_lse, q, k, v, weight, head_weight, post_weight, post_head_weight, lse, scale,
 ):
-    """Launch the kernels of `backward` by a :class:`Call`. Returns gradients of q, k and v, and sums for the others."""
+    """Launch the kernels of `backward` by a :class:`Call`. Returns gradients."""
     dq, dk, dv = (call.result(x.shape, x.dtype) for x in (q, k, v))
     batch, n_heads, n_q, _ = q.shape
     _, kv_heads, n_k, _ = k.shape
@@ -1884,14 +1941,12 @@ def _backward(
     is_whole = LIMITS.is_whole(sizes, n_q, n_k)
     sum_k, sum_v = (x if is_whole else call.zeros(x.shape, torch.float32) for x in (dk, dv))
     sum_q = dq if is_whole else call.zeros(dq.shape, torch.float32)
-    bundles = triton.cdiv(n_heads, 16)
-    mix_partial = call.zeros((batch, bundles, 512, 16, 16), torch.float32)
-    bundles = triton.cdiv(n_heads, 16)
-    post_mix_partial = call.zeros((batch, bundles, 512, 16, 16), torch.float32)
     all_chunks = triton.cdiv(n_k, 2048)
     parts = batch
-    convolution_partial = call.zeros((parts, n_heads, all_chunks, 6, 11), torch.float32)
-    post_convolution_partial = call.zeros((parts, n_heads, all_chunks, 6, 11), torch.float32)
+    mix_partial = call.zeros((batch, -(-n_heads // 16), 512, 256), torch.float32)
+    post_mix_partial = call.zeros((batch, -(-n_heads // 16), 512, 256), torch.float32)
+    convolution_partial = call.zeros((parts, n_heads, all_chunks, 66), torch.float32)
+    post_convolution_partial = call.zeros((parts, n_heads, all_chunks, 66), torch.float32)
 
     strips = _strips(call, LIMITS, sizes, batch, n_heads, n_q, n_k, 5, torch.float16)
     for b0, b1, begin, end, first, key0, keys, planes in strips:
@@ -2014,7 +2069,22 @@ def _backward(
     for total, x in ((sum_q, dq), (sum_k, dk), (sum_v, dv)):
         if total is not x:
             call.run(torch.Tensor.copy_, x, total)
-    return dq, dk, dv, mix_partial, post_mix_partial, convolution_partial, post_convolution_partial
+    d_head_weight = call.result((n_heads // 16, 16, 16), torch.float32)
+    d_post_head_weight = call.result((n_heads // 16, 16, 16), torch.float32)
+    d_weight = call.result((n_heads, 6, 11), torch.float32)
+    d_post_weight = call.result((n_heads, 6, 11), torch.float32)
+    grid = (4 * n_heads + triton.cdiv(n_heads, 16) * 32,)
+    call.launch(
+        mta_strip_gradient_sums_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+        grid,
+        mix_partial, d_head_weight, post_mix_partial, d_post_head_weight, convolution_partial, d_weight,
+        post_convolution_partial, d_post_weight,
+        all_chunks, batch, n_heads, parts,
+        num_warps=4, num_stages=1, enable_fp_fusion=True,
+    )
+    return (
+        dq, dk, dv, d_weight, d_head_weight, d_post_weight, d_post_head_weight,
+    )
 
 
 @_without_gradients

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mtagen
 from mtagen import Plan, PlanError, Spec, plan
@@ -30,6 +31,7 @@ from mtagen.planner.strip.source import Form
 from mtagen.planner.strip.stages import Stages, block_of
 from mtagen.planner.tables import TUNED, Shape, Table
 from mtagen.planner.targets import get_target
+from mtagen.runtime.launches import exercise, recorded
 from mtagen.runtime.load import load_host
 from mtagen.spec import DROPOUT_GROUP, KEY_PADDINGS, MAX_KERNEL, MAX_NEW_TOKENS
 
@@ -226,6 +228,35 @@ def test_which_windows_fit_slabs() -> None:
 
 
 # Recipes.
+
+
+class Dispatched(TorchDispatchMode):
+    """Notes the names of PyTorch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [*PIPELINES, EVERYTHING, Spec(None, 64, mixed_heads=4, dynamic_ranks=(1, 1))],
+    ids=lambda x: plan(x, "cpu").suffix,
+)
+def test_a_kernel_makes_the_gradients_of_weights(spec: Spec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is the last launch of a backward pass. No operation of PyTorch sums, rearranges or casts its results."""
+    module, made = loaded(spec, tmp_path, monkeypatch), plan(spec, "sm_90a", "triton")
+    with recorded(module, run=False) as launches, Dispatched() as dispatched:
+        exercise(made, module, torch.device("cpu"), "backward")
+    last = [launch.kernel.__name__ for launch in launches if "gradient_sums" in launch.kernel.__name__]
+    assert last == [launches[-1].kernel.__name__]
+    views = {"view", "slice", "as_strided", "transpose", "unsqueeze", "alias", "detach", "_unsafe_view"}
+    memory = {"empty", "new_empty", "new_zeros", "zeros", "zeros_like", "zero_"}
+    assert dispatched.names - views - memory <= {"bmm", "baddbmm", "copy_"}
 
 
 def test_what_calls_share_a_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "cuda": module.cuda,
         "launch": partial(_launch, module),
         "together": host.together,
+        "filled": host.filled,
         "quoted": _quoted,
         "by_recipe": partial(_by_recipe, module),
         "launching": partial(_launching, module),
@@ -108,12 +109,12 @@ def _context(module: StripModule) -> Mapping[str, Any]:
             block_of(stages.heads),
         ),
         "product_sums": ProductSums(of_scores.sums, spec.packed, "tokens"),
-        # Sums that the backward pass makes gradients of
+        # What launches of the backward pass compute: gradients, and sums that it makes gradients of
+        "gradients": [
+            *("dq", "dk", "dv"),
+            *(f"d_{name}" for name in (*spec.weight_names, *spec.ranks)),
+        ],
         "partials": [
-            *stages.matrix_partials,
-            *(f"d_{stage.query_factors}" for stage in stages.token_mixes if stage.query_rank),
-            *(stage.key_partial for stage in stages.token_mixes if stage.rank),
-            *(f"{stage.name}_partial" for stage in stages.convolutions),
             *(f"{one.name}_partial" for one in (*of_convolved.sums, *of_logits.sums, *of_scores.sums)),
             *(["minus_dot"] if spec.sink else []),
         ],
@@ -127,12 +128,6 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "moved": f" + {unseen}" if stages.places_keys else "",
         "moved_products": f" + {unseen}" if stages.products_place_keys else "",
         "aligned": partial(aligned, 16 // spec.itemsize),
-        "gradients": {
-            name: f"_matrices({partial}, n_heads, {mixed}, {stages.matrix_partials[partial]})"
-            for name, mixed in spec.mixed.items()
-            for partial in ("post_mix_partial" if name.startswith("post") else "mix_partial",)
-        }
-        | {stage.weight: f"{stage.name}_partial.sum((0, 2))" for stage in stages.convolutions},
     }
 
 

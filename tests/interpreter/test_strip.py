@@ -11,6 +11,7 @@ import documents
 import dropping
 import problems
 import pytest
+import sympy
 import torch
 from torch import Tensor
 
@@ -22,7 +23,8 @@ from mtagen.dropout import Dropout
 from mtagen.measure.cases import Sizes
 from mtagen.ops.attention import AttentionOp, assemble
 from mtagen.planner.strip import kernels
-from mtagen.planner.strip.stages import Stages
+from mtagen.planner.strip.module import StripModule
+from mtagen.planner.strip.stages import Stages, block_of
 from mtagen.runtime.load import load_host
 from mtagen.spec import WEIGHTS
 
@@ -357,6 +359,58 @@ def test_results_are_the_same_every_time() -> None:
         return [out, lse, *torch.autograd.grad(out, [*leaves.values()], problem.grad_out)]
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+# Sums of gradients' parts: more heads than a bundle, a bundle of several groups, padded heads, other extents than 1.
+
+SUMMED: dict[str, tuple[int, dict[str, Any]]] = {
+    "16 heads before and after": (32, {"kernel": None, "mixed_heads": 16, "post_mixed_heads": 16}),
+    "groups in bundles": (20, {"kernel": (3, 4), "mixed_heads": 2, "post_kernel": (2, 5), "post_mixed_heads": 5}),
+    "padded heads": (36, {"kernel": None, "mixed_heads": 3, "post_mixed_heads": 18}),
+    "a large filter": (3, {"kernel": (6, 11), "post_kernel": (9, 17)}),
+    "factors of keys": (24, {"kernel": None, "mixed_heads": 12, "dynamic_ranks": (0, 2)}),
+}
+
+
+@pytest.mark.parametrize(("heads", "stages"), SUMMED.values(), ids=SUMMED)
+def test_gradient_sums(heads: int, stages: dict[str, Any]) -> None:
+    """Sums of integers are exact. Places that are no result's are NaN, and no result is left out."""
+    made = plan(Spec(head_dim=16, dtype="fp32", **stages), "generic", "triton")
+    module = StripModule.of(made.strip.values())
+    sizes = {"batch": 3, "n_heads": heads, "parts": 3, "all_chunks": 50, "n_k": 301, "mix_chunks": 5}
+
+    def extents(shape: tuple[Any, ...]) -> list[int]:
+        return [
+            int(sympy.sympify(size).subs({x: sizes[x.name] for x in sympy.sympify(size).free_symbols}))
+            for size in shape
+        ]
+
+    tensors, expected = [], []
+    for one in module.gradient_sums:
+        outer, slots, inner, entries = extents(one.buffer)
+        parts = torch.randint(-99, 99, (outer, slots, inner, entries)).float()
+        if one.of in made.spec.mixed:
+            mixed, bundle = made.spec.mixed[one.of], module.stages.matrix_partials[one.partial]
+            block = block_of(bundle)
+            rows = torch.arange(block)
+            grouped = (rows // mixed)[:, None] == (rows // mixed)
+            own = grouped & (rows < bundle)[:, None] & (rows < bundle)
+            parts = parts.view(outer, slots, inner, block, block).masked_fill(~own, torch.nan)
+            summed = parts.sum((0, 2))
+            matrices = [
+                summed[first // bundle, row : row + mixed, row : row + mixed]
+                for first in range(0, heads, mixed)
+                for row in [first % bundle]
+            ]
+            expected.append(torch.stack(matrices))
+        else:
+            expected.append(parts.sum((0, 2)).view(extents(one.shape)))
+        tensors += [parts, torch.full(extents(one.shape), torch.nan)]
+    kernel = module.kernel("gradient_sums")
+    numbers = [sizes[argument.name] for argument in kernel.arguments if not argument.pointer]
+    launched = getattr(load_host(made, render(made), "backward"), kernel.name)
+    launched[tuple(extents(kernel.grid))](*tensors, *numbers)
+    assert all(torch.equal(x, y) for x, y in zip(tensors[1::2], expected, strict=True))
 
 
 # Packed documents. Their rows begin with a tile of 128 places each.

@@ -23,6 +23,7 @@ from ..names import kernel_name
 from ..sizes import B0, B1, BATCH, COUNT, GROUP, HEADS, KEYS, KV_HEADS, N_HEADS, N_NEW, SLOTS, SPLITS
 from ..targets import get_target
 from .documents import PART, TILE
+from .gradient_sums import ROLE, GradientSum, gradient_sums, sizes_of
 from .sequence import by_descriptor, step_keys
 from .stages import Convolution, Stages, TokenMixture, block_of
 
@@ -218,6 +219,14 @@ class _Maker:
             yield self._contraction("grad_values", spec.value_head_dim, over_rows=True)
             yield self._contraction("grad_queries", spec.head_dim)
             yield self._contraction("grad_keys", spec.head_dim, over_rows=True)
+        if sums := gradient_sums(stages, PROGRAMS):
+            yield self._gradient_sums(sums)
+
+    def _gradient_sums(self, sums: tuple[GradientSum, ...]) -> Kernel:
+        tensors = (name for one in sums for name in (one.partial, one.result))
+        programs = sum(one.programs for one in sums)
+        arguments = (*pointers(*tensors), *numbers("int32", *sizes_of(sums)))
+        return self._make(ROLE, arguments, (programs,), {}, stages=1)
 
     def _adjoints(self, stage: Convolution) -> Iterator[Kernel]:
         spec = self._spec

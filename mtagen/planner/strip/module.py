@@ -12,7 +12,8 @@ from ..kernel import Kernel
 from ..lift.tiling import block_dim
 from ..names import suffix
 from ..tile.forward import TileForward
-from .kernels import GRADIENT_CHUNK
+from . import kernels
+from .gradient_sums import GradientSum, gradient_sums
 from .limits import Limits
 from .passes import StripPass
 from .planes import PlaneGradient
@@ -142,4 +143,9 @@ class StripModule:
     def gradient_chunk(self) -> int:
         """Keys per partial sum of the gradient of a convolution's weight."""
         sources = (source for source in self.cuda.values() if isinstance(source, PlaneGradient))
-        return min((source.tile_keys for source in sources), default=GRADIENT_CHUNK)
+        return min((source.tile_keys for source in sources), default=kernels.GRADIENT_CHUNK)
+
+    @property
+    def gradient_sums(self) -> tuple[GradientSum, ...]:
+        """The sums at the end of the backward pass."""
+        return gradient_sums(self.stages, kernels.PROGRAMS)

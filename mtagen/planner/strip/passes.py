@@ -16,6 +16,7 @@ from ..tile.forward import TileForward
 from .concatenation import concatenated, rows_of_table
 from .cost import streamed
 from .cuda import cuda_sources
+from .gradient_sums import ROLE
 from .kernels import mixed_outputs, strip_kernels
 from .row_shared import MAX_HEADS
 from .source import Form, StripSource
@@ -103,7 +104,7 @@ class StripPass(PassPlan):
 
         Strips that replace a fused backward pass have CUDA kernels only. A plan that mixes CUDA and
         Triton kernels is slower than the lowering "lift", so it is refused. Products of packed
-        documents, which are always Triton's, are not counted.
+        documents and the sums at the end, which are always Triton's, are not counted.
 
         Raises:
             PlanError: there is no kernel, a tile does not fit, or some kernels are Triton's.
@@ -112,7 +113,7 @@ class StripPass(PassPlan):
         if self.spec.is_liftable:
             dense = replace(self, spec=replace(self.spec, packed=False))
             roles = [kernel.role for kernel in (dense.kernels if self.spec.packed else kernels)]
-            if missing := [role for role in roles if role not in dense.cuda]:
+            if missing := [role for role in roles if role not in dense.cuda and role != ROLE]:
                 rule = "the cuda backend lacks these kernels, which an unfused backward pass needs"
                 raise PlanError(explain("kernels", missing, rule, "backend='triton'"))
 
@@ -213,8 +214,8 @@ class StripPass(PassPlan):
 
 def _triton_summary(kernel: Kernel) -> str:
     """Return a Triton kernel's line in the plan's table."""
-    constants = ", ".join(f"{name} {value}" for name, value in kernel.constants)
-    return f"{constants}, {kernel.threads // 32} warps"
+    constants = (f"{name} {value}" for name, value in kernel.constants)
+    return ", ".join([*constants, f"{kernel.threads // 32} warps"])
 
 
 @dataclass(frozen=True)

@@ -95,16 +95,20 @@ class Place(NamedTuple):
     Attributes:
         base: number of the tensor.
         shape, strides, offset: of the view, in elements; the offset is from the tensor's first element.
+        dtype: of the view, if it is not the tensor's.
     """
 
     base: int
     shape: Sequence[int]
     strides: Sequence[int]
     offset: int
+    dtype: torch.dtype | None = None
 
     def of(self, bases: Sequence[Any]) -> torch.Tensor:
         """The view of a call's tensor."""
         base: torch.Tensor = bases[self.base]
+        if self.dtype:
+            base = base.view(self.dtype)
         if not self.offset:  # PyTorch takes the tensor's own offset, and less time
             return base.as_strided(self.shape, self.strides)
         return base.as_strided(self.shape, self.strides, base.storage_offset() + self.offset)
@@ -273,18 +277,21 @@ class Recipe:
             starts[name] = end
             end += _rounded(size)
         self._elements = end // like.itemsize
-        self._zeroed = sum(map(_rounded, notes.zeroed.values())) // like.itemsize
+        zeroed = sum(map(_rounded, notes.zeroed.values())) // like.itemsize
+        self._zeroed = (zeroed,) if zeroed else None  # a shape, because a slice takes longer
         self._dtypes: list[torch.dtype] = []  # of other views of the workspace, which are tensors of the call, too
         self._pointers: dict[tuple[int, int], int] = {}  # the number of each, by tensor and bytes from its begin
         workspace = len(notes.tensors)
 
-        def place(x: torch.Tensor) -> Whole | Place:
+        def place(x: torch.Tensor, often: bool = True) -> Whole | Place:
             view = x.shape, x.stride(), int(x.storage_offset())
             if _storage(x) in notes.bases:
                 base, whole = notes.bases[_storage(x)]
                 return Whole(base) if view == (whole.shape, whole.stride(), 0) else Place(base, *view)
             start = starts[notes.regions[_storage(x)]] // x.itemsize
             base = workspace
+            if x.dtype != like.dtype and not often:
+                return Place(base, *view[:2], start + view[2], x.dtype)
             if x.dtype != like.dtype:
                 if x.dtype not in self._dtypes:
                     self._dtypes.append(x.dtype)
@@ -308,7 +315,7 @@ class Recipe:
             values = []
             for x in arguments:
                 if isinstance(x, torch.Tensor):
-                    x = Pointer(pointer(x), place(x))
+                    x = Pointer(pointer(x), place(x, often=False))  # for the launch that finds the compiled kernel
                 elif isinstance(x, TensorDescriptor):
                     x = Described(place(x.base), x)
                 values.append(x)
@@ -333,7 +340,7 @@ class Recipe:
         results = [like.new_empty(*shape, **options) for shape, options in self._results]
         workspace = like.new_empty(self._elements)
         if self._zeroed:
-            workspace[: self._zeroed].zero_()
+            workspace.as_strided(self._zeroed, (1,)).zero_()
         bases = [*tensors, workspace, *results]
         begins = [*begins, workspace.data_ptr(), *[x.data_ptr() for x in results]]
         bases += [workspace.view(dtype) for dtype in self._dtypes]
