@@ -15,6 +15,7 @@ from ..op import build
 from ..ops.attention import AttentionOp, autocast, autocast_dtype
 from ..ops.checks import check_boundaries
 from ..planner import Backend
+from ..runtime.triton_package import triton_is_installed
 from ..spec import FACTORS, MAX_NEW_TOKENS, OPTIONS, Argument, Expression, KeyPadding, Mask, as_int
 from .cache import Cache, EngineCache
 from .checks import GateKind, as_count, check_count, check_divisor, check_input, check_options
@@ -241,6 +242,11 @@ class MultiTokenAttention(nn.Module):
         )
         self.stages = Stages(self)
         self.reset_stages()
+        if torch.cuda.is_available() and triton_is_installed():
+            from .row_kernels import compile_for
+
+            parts = {"norm": group_norm, "gate": gate == "scalar"}
+            compile_for(self.head_dim, self.op.dtypes[0] if len(self.op.dtypes) == 1 else dtype, dtype, **parts)
         self.register_load_state_dict_pre_hook(_accept_head_kernel)  # type: ignore[no-untyped-call]
 
     def _score_parameters(self) -> list[Argument]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.attention import autocast_dtype
+from .kernel_choice import has_kernels
 
 _EPSILON = 1e-5  # added to the mean square in the norm
 _FACTOR_EPSILON = 1e-6  # and in that of factors of mixings
@@ -149,8 +150,8 @@ class ScoreParameters(nn.ParameterDict):
 class HeadNorm(nn.Module):
     """The root mean square norm of each head's output, with a scale that heads share.
 
-    x * rsqrt(mean(x^2) + 1e-5) is computed in fp32 or fp64, cast to the dtype of ``x``, and scaled in
-    that dtype. If a depth is given, the result is also multiplied by 1 - (0.8 - 0.6 exp(-0.3 depth))
+    x * rsqrt(mean(x^2) + 1e-5) is computed in fp32 or fp64 and cast to the dtype of ``x`` before it
+    is scaled, in that dtype. If a depth is given, the result is also multiplied by 1 - (0.8 - 0.6 exp(-0.3 depth))
     (Ye et al., "Differential Transformer", arXiv 2410.05258).
     """
 
@@ -172,10 +173,15 @@ class HeadNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise over the last axis, head_dim."""
+        weight = local(self.weight)
+        if has_kernels(x, weight):
+            from .row_kernels import Norm  # needs Triton
+
+            return Norm.apply(x, weight, 1.0 if self.factor is None else self.factor, _EPSILON)  # type: ignore[no-any-return, no-untyped-call]
         casts = autocast_dtype(x.device.type) is not None
         with torch.autocast(x.device.type, enabled=False) if casts else nullcontext():  # it would make the norm fp32
             normed = F.rms_norm(x, x.shape[-1:], eps=_EPSILON)
-        scaled = normed * local(self.weight).to(x.dtype)
+        scaled = normed * weight.to(x.dtype)
         return scaled if self.factor is None else scaled * self.factor
 
 
@@ -203,7 +209,12 @@ class Gate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x * sigmoid(weight x + bias) over the last axis, head_dim."""
-        return x * torch.sigmoid(F.linear(x, local(self.weight), local(self.bias)))
+        weight, bias = local(self.weight), local(self.bias)
+        if len(bias) == 1 and has_kernels(x, weight, bias):
+            from .row_kernels import ScalarGate  # needs Triton
+
+            return ScalarGate.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+        return x * torch.sigmoid(F.linear(x, weight, bias))
 
     def extra_repr(self) -> str:
         """Return the shape of the weight."""

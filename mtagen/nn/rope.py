@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SpecError, explain
+from .kernel_choice import has_kernels
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,10 @@ def rotate(angles: Tensor, *vectors: Tensor) -> list[Tensor]:
         *vectors: tensors of vectors; each result has the dtype of its tensor.
     """
     cos, sin = angles.cos(), angles.sin()
+    if all(has_kernels(x, angles) for x in vectors):
+        from .row_kernels import Rotation  # needs Triton
+
+        return [Rotation.apply(x, cos, sin) for x in vectors]  # type: ignore[no-untyped-call]
     if torch.compiler.is_compiling():  # the compiler fuses real operations only
         return [_rotate(x, cos, sin) for x in vectors]
     turns = torch.complex(cos, sin)

@@ -60,6 +60,7 @@ QUICK = frozenset(
         "test_install.py",
         "test_interpreter.py::test_in_the_interpreter[test_dropout.py]",
         "test_interpreter.py::test_in_the_interpreter[test_rings.py]",
+        "test_interpreter.py::test_in_the_interpreter[test_row_kernels.py]",
         "test_keys.py::test_other_sources_make_another_key",
         "test_launches.py::test_inside_a_mode_of_the_callers",
         "test_loops.py::test_the_owner_of_rows_visits_its_tiles_in_the_right_class[left11_right6-0]",
