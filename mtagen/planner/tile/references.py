@@ -41,8 +41,10 @@ class References(NamedTuple):
 
         A bias of places, such as ALiBi, may grow along the keys by more than 2^14 in every tile. A
         larger distance then saves most of the second convolutions. Probabilities in bf16 have the
-        range of fp32, so they can be from 2^-60 to 2^60. The largest fp16 is 65504.
+        range of fp32, so they can be from 2^-100 to 2^80: of a new reference, probabilities down to
+        2^-26 of the largest are not 0, and sums of products with values up to 2^39 are finite. The
+        largest fp16 is 65504.
         """
         if spec.dtype == "bf16" and score_function(spec).reads_places:
-            return cls(60, 60)
+            return cls(80, 100)
         return cls(14, 0)
