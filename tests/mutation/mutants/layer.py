@@ -104,8 +104,8 @@ MUTANTS = (
     Mutant(
         "layer-norm-rounds-once",
         "mtagen/nn/parts.py",
-        "normed * local(self.weight).to(x.dtype)",
-        "(F.rms_norm(x.float(), x.shape[-1:], eps=_EPSILON) * local(self.weight)).to(x.dtype)",
+        "normed * weight.to(x.dtype)",
+        "(F.rms_norm(x.float(), x.shape[-1:], eps=_EPSILON) * weight).to(x.dtype)",
         "In 16 bits results differ from the authors' by a rounding.",
         ("tests/test_nn.py::test_norm_rounds_as_the_authors",),
     ),
