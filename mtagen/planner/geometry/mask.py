@@ -93,7 +93,8 @@ class Mask:
         """The name of the mask in names of kernels and in tables."""
         before = f"left{self.left}" if self.hides_earlier else ""
         after = {None: "", 0: "causal"}.get(self.right, f"right{self.right}")
-        return "_".join(filter(None, (before, after, "tables" * self.is_tabulated, self.condition))) or "full"
+        tables = "widening" * self.widens, "tables" * self.is_tabulated
+        return "_".join(filter(None, (before, after, *tables, self.condition))) or "full"
 
     @property
     def hides_later(self) -> bool:
