@@ -335,6 +335,8 @@ constexpr int SHARED_BARRIERS = 185304;
 constexpr float LIMIT = 16384.0f;
 // A new reference of a row is this much above the row's maximum, in units of log2.
 constexpr float HEADROOM = 0.f;
+// How many equal factors bring earlier sums to a new reference.
+constexpr int RESCALINGS = 1;
 // Whether the rows of a warp see different keys.
 constexpr bool HIDES_KEYS = true;
 
@@ -361,6 +363,13 @@ constexpr float NO_PEAK = -1e30f;
 // Minus the reference of a row that has seen no key: the probability of its first visible key exceeds LIMIT. It is
 // finite, so that exp2(-inf + NO_REFERENCE) is 0.
 constexpr float NO_REFERENCE = 1e20f;
+
+// Brings a sum to a new reference.
+DEVICE float rescaled(float sum, float factor) {
+#pragma unroll
+  for (int i = 0; i < RESCALINGS; ++i) sum *= factor;
+  return sum;
+}
 
 // The factor that turns a convolved score, which is stored times `score_scale`, into an exponent of 2. It is never 0,
 // so that -inf stays -inf.
@@ -415,10 +424,10 @@ struct Softmax {
   }
 
   // Computes the probabilities of a tile again, from all its convolved scores. If a row has exceeded its reference, its
-  // maximum becomes the reference, and outputs that were summed before must be multiplied by `rescale`. Other rows keep
+  // maximum becomes the reference, and outputs that were summed before must be rescaled() by `factor`. Other rows keep
   // the sums of end(), which on a masked tile are sums of rounded probabilities, unlike the sums computed here.
   template <int N>
-  DEVICE void restart(u32 (&p)[N / 8][4], const float (&c)[N], float (&rescale)[2]) {
+  DEVICE void restart(u32 (&p)[N / 8][4], const float (&c)[N], float (&factor)[2]) {
     bool exceeds[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -429,9 +438,9 @@ struct Softmax {
       maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
       exceeds[r] = !HIDES_KEYS || signbit(sum[r]);
       const float next = exceeds[r] ? fminf(shift[r], -maximum * exponent - HEADROOM) : shift[r];
-      rescale[r] = exp2_fast(next - shift[r]);
+      factor[r] = exp2_fast((next - shift[r]) / RESCALINGS);
       shift[r] = next;
-      sum[r] = fabsf(sum[r]) * rescale[r];
+      sum[r] = rescaled(fabsf(sum[r]), factor[r]);
     }
     begin();
 #pragma unroll
@@ -1207,10 +1216,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
     if (t == 0 || !fits()) {  // no row has a reference before the first tile
       scores.convolved(c, slab, position, t * KEYS - LEAD, weights, lane, finish_scores);
       mask_outputs(c, position, t * KEYS - LAG, work.n_k, lane);
-      float rescale[2];
-      softmax.restart(p, c, rescale);
+      float factor[2];
+      softmax.restart(p, c, factor);
 #pragma unroll
-      for (int i = 0; i < DV / 2; ++i) o[i] *= rescale[i >> 1 & 1];
+      for (int i = 0; i < DV / 2; ++i) o[i] = rescaled(o[i], factor[i >> 1 & 1]);
     }
     if (takes_rows) barrier_arrive(taken + ROWS_READ + BARRIER * slab);
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from mtagen.ops.executor import Executor
 from mtagen.planner import get_target
 from mtagen.planner.passes import PASSES, passes_of
 from mtagen.planner.tile import layout
+from mtagen.planner.tile.references import References
 from mtagen.runtime.load import Passes, plan_key
 from mtagen.spec import MAX_NEW_TOKENS, Spec
 
@@ -213,6 +215,17 @@ def test_logits_that_grow_along_the_keys(target: str, spec: Spec, folder: Path) 
     """Every tile gives rows of the first head new references, and in bf16 some tiles give none to the last head's."""
     op = op_of(spec, target, folder, 0)
     assert not failures(op, spec, torch.device("cpu"), (Sizes(1, 4, 2, 33, 300), Sizes(1, 1, 1, 150, 150)))
+
+
+@pytest.mark.parametrize(("target", "spec"), [SM90, ("sm_80", Spec((3, 3), 32))], ids=case_id)
+def test_reference_that_rises_by_its_whole_range(target: str, spec: Spec, folder: Path) -> None:
+    """The last of 300 keys is 2^8 times as likely as each of 149 others, which nearly exceed the limit."""
+    below, above = References.of(replace(spec, logits="s + j"))
+    level = below + above - 6  # a thread sums up to 32 probabilities of a tile
+    nats, last = level * math.log(2), (level + 8) * math.log(2)
+    spec = replace(spec, logits=f"s / 100 + where(j < 150, 0, where(j < 299, {nats}, {last}))", causal=False)
+    assert plan(spec, target, "cuda").tile["forward"].references == (below, above)
+    assert not failures(op_of(spec, target, folder, 0), spec, torch.device("cpu"), (Sizes(1, 1, 1, 33, 300),))
 
 
 @pytest.mark.parametrize(("target", "spec"), WINDOWED, ids=case_id)

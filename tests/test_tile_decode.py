@@ -16,6 +16,7 @@ from torch import Tensor
 from mtagen import reference
 from mtagen.accuracy import compare
 from mtagen.codegen.cuda import render
+from mtagen.codegen.host import MOST_KEYS, cache_shapes_of
 from mtagen.dtypes import TORCH_DTYPES
 from mtagen.errors import PlanError
 from mtagen.planner import get_target, target_for_capability
@@ -113,6 +114,15 @@ def test_splits_fill_the_gpu() -> None:
     assert decode(1, 1, owners=16, n=1).splits == 1
     assert 1 < decode(1, 1, n=10_000).splits <= 10_000 // tile.keys
     assert decode(1, 1, n=1000, splits=7).splits == 7
+
+
+@pytest.mark.parametrize("kernel", [(6, 11), (1, 1)])
+def test_splits_of_pages_read_whole_tiles(kernel: tuple[int, int]) -> None:
+    spec = Spec(kernel, 128, page_size=64)
+    splits = eval(cache_shapes_of(spec).splits.format(planned=1, keys=2**15))
+    tile = cheapest("decode", spec, get_target("sm_90a")).tiles[0]
+    assert -(-(2**15 // splits + kernel[1] - 1) // tile.keys) * tile.keys <= MOST_KEYS
+    assert eval(cache_shapes_of(spec).splits.format(planned=99, keys=2**15)) == 99
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ class CacheShapes(NamedTuple):
     splits: str
 
 
-MOST_KEYS = 2048  # of a split of sequences in pages: the longest would keep the GPU waiting
+MOST_KEYS = 2048  # that a split of sequences in pages reads: the longest would keep the GPU waiting
 _SPLITS = "num_splits: parts into which the keys are split; None means as planned."
 _ENTRIES = CacheShapes(
     axes="B, Hkv, N",
@@ -183,13 +183,17 @@ _PAGES = CacheShapes(
         "max_k: at least the most keys of a sequence, and at most those of `width` pages.",
     ),
     lengths=("kv_heads, {keys}, table_width = k_cache.shape[1], max_k, block_table.shape[1]",),
-    splits=f"max({{planned}}, -(-{{keys}} // {MOST_KEYS}))",
+    splits="max({planned}, -(-{keys} // {most_keys}))",
 )
 
 
 def cache_shapes_of(spec: Spec) -> CacheShapes:
     """Return what is said about the keys and values of a spec's decode steps."""
-    return _PAGES._replace(axes=_PAGES.axes.format(size=spec.page_size)) if spec.page_size else _ENTRIES
+    if not spec.page_size:
+        return _ENTRIES
+    # A split reads ck - 1 keys more than it computes.
+    splits = _PAGES.splits.replace("{most_keys}", str(MOST_KEYS - (spec.ck - 1)))
+    return _PAGES._replace(axes=_PAGES.axes.format(size=spec.page_size), splits=splits)
 
 
 def codes(kernel: Kernel) -> str:

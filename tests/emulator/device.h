@@ -108,7 +108,10 @@ float half_of(u32 word, int high) {
   x.bits = word >> 16 * high;
   return static_cast<float>(x);
 }
-inline float exp2_fast(float x) { return exp2f(x); }
+inline float exp2_fast(float x) {  // numbers below the smallest normal one become 0, as by the instruction
+  const float y = exp2f(x);
+  return y < 0x1p-126f ? 0.f : y;
+}
 inline float tanh_fast(float x) {  // rounded to 11 bits: errs by 2^-11 like the instruction
   const u32 word = bits_as<u32>(tanhf(x));
   return bits_as<float>((word + (1u << 12)) & ~0u << 13);

@@ -29,6 +29,16 @@ class References(NamedTuple):
         return (self.below + self.above) * 5 // 6
 
     @property
+    def rescalings(self) -> int:
+        """How many equal factors bring earlier sums to a new reference.
+
+        The whole factor is 2^-(below + above) or less. The smallest normal number is 2^-126, and the
+        GPU makes smaller powers of two 0. Earlier keys count even if the new maximum is 2^20 times as
+        large as theirs, because there may be many.
+        """
+        return 1 if self.below + self.above + 20 <= 126 else 2
+
+    @property
     def reason(self) -> str:
         """Why probabilities of this size fit, for the kernel's comment."""
         if self.below > 15:
@@ -41,7 +51,7 @@ class References(NamedTuple):
 
         A bias of places, such as ALiBi, may grow along the keys by more than 2^14 in every tile. A
         larger distance then saves most of the second convolutions. Probabilities in bf16 have the
-        range of fp32, so they can be from 2^-100 to 2^80: of a new reference, probabilities down to
+        range of fp32, so they can be from 2^-100 to 2^80: with a new reference, probabilities down to
         2^-26 of the largest are not 0, and sums of products with values up to 2^39 are finite. The
         largest fp16 is 65504.
         """

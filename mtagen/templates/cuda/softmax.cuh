@@ -20,6 +20,13 @@
 // finite, so that exp2(-inf + NO_REFERENCE) is 0.
 constexpr float NO_REFERENCE = 1e20f;
 
+// Brings a sum to a new reference.
+DEVICE float rescaled(float sum, float factor) {
+#pragma unroll
+  for (int i = 0; i < RESCALINGS; ++i) sum *= factor;
+  return sum;
+}
+
 // The factor that turns a convolved score, which is stored times `score_scale`, into an exponent of 2. It is never 0,
 // so that -inf stays -inf.
 DEVICE float softmax_exponent(float scale, float score_scale) {
@@ -73,10 +80,10 @@ struct Softmax {
   }
 
   // Computes the probabilities of a tile again, from all its convolved scores. If a row has exceeded its reference, its
-  // maximum becomes the reference, and outputs that were summed before must be multiplied by `rescale`. Other rows keep
+  // maximum becomes the reference, and outputs that were summed before must be rescaled() by `factor`. Other rows keep
   // the sums of end(), which on a masked tile are sums of rounded probabilities, unlike the sums computed here.
   template <int N>
-  DEVICE void restart(u32 (&p)[N / 8][4], const float (&c)[N], float (&rescale)[2]) {
+  DEVICE void restart(u32 (&p)[N / 8][4], const float (&c)[N], float (&factor)[2]) {
     bool exceeds[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -87,9 +94,9 @@ struct Softmax {
       maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
       exceeds[r] = !HIDES_KEYS || signbit(sum[r]);
       const float next = exceeds[r] ? fminf(shift[r], -maximum * exponent - HEADROOM) : shift[r];
-      rescale[r] = exp2_fast(next - shift[r]);
+      factor[r] = exp2_fast((next - shift[r]) / RESCALINGS);
       shift[r] = next;
-      sum[r] = fabsf(sum[r]) * rescale[r];
+      sum[r] = rescaled(fabsf(sum[r]), factor[r]);
     }
     begin();
 #pragma unroll
