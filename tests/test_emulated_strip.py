@@ -710,7 +710,7 @@ class Rows:
         x = self.score_plane()
         lse = torch.full((self.strip.b0 + self.strip.sequences + 1, self.strip.heads, self.n_q), torch.nan)
         out = x.view(TORCH_DTYPES["fp16" if self.stages.post_is_separate else self.spec.dtype])
-        sums = torch.full((self.strip.slots, self.strip.count, -(-self.strip.keys // SECTION)), torch.nan)
+        sums = torch.full((self.strip.slots, self.strip.count, -(-self.strip.keys // SECTION)), torch.inf)
         if self.strip.lengths:
             self.run("statistics", folder, seed, checked=checked, x=x, sums=sums)
         self.run("softmax", folder, seed, checked=checked, x=x, out=out, lse=lse, sums=sums)
