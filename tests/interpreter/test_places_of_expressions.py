@@ -214,7 +214,7 @@ def test_kernels_of_cuda() -> None:
         passes = planned.strip.values()
         roles[place] = {kernel.role for one in passes for kernel in one.kernels if kernel.role not in one.cuda}
     assert roles["scores"] - roles["logits"] == {"scores", "scores_backward", "decode_scores"}
-    rows = {"softmax", "probabilities", "softmax_backward", "decode_softmax"}
+    rows = {"softmax", "probabilities", "softmax_backward", "decode_statistics", "decode_softmax"}
     assert roles["convolved"] - roles["logits"] == rows
 
 
