@@ -891,9 +891,7 @@ def test_blocks_of_the_next_row_follow_in_the_ring(depth: int, monkeypatch: pyte
 
 @pytest.mark.usefixtures("few_programs")
 def test_the_next_row_is_copied_meanwhile(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Where a row ends, each lane has begun copies that it has not waited for. Most warps have fewer blocks of a row than
-    slots, and the others have copied all of their own.
-    """
+    """Where a row ends, each lane has begun copies that it has not waited for."""
     monkeypatch.setattr(row_shared, "_MAX_DEPTH", 3)
     rows = Rows(Spec(None, 64, mixed_heads=2, post_mixed_heads=2), SEVERAL_ROWS)
     source = emulator.render(source_of(rows.spec, "softmax_backward"))
