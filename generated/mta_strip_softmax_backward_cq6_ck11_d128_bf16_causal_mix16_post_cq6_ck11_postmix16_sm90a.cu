@@ -554,8 +554,9 @@ struct WarpBlocks {
 // second pass may store results in a block's place. It fills the slots that it frees with the first blocks of the next
 // row, so that copies are always in flight.
 //
-// Block i of a row lies in the slot i * step after slot `start`, modulo DEPTH. The second pass frees the slots of blocks
-// DEPTH - 1 to 0 last, in this order, so the next row's first blocks lie in these, and its `step` is the opposite.
+// Block i of a row lies in the slot i * step after slot `start`, modulo DEPTH. The second pass frees the slots of
+// blocks DEPTH - 1 to 0 last, in this order, so the next row's first blocks lie in these, and its `step` is the
+// opposite.
 //
 // Work is given as work(key, slot). A row's inputs have its `blocks`, and copy(key, slot) to begin a copy.
 struct Ring {
