@@ -1312,7 +1312,7 @@ def _backward(
         dx = convolved.view(q.dtype)
         call.launch(
             kernels["softmax_backward"],
-            (-(-n_heads // 16) * (b1 - b0) * min(264, count),),
+            (-(-n_heads // 16) * (b1 - b0) * min(512, count),),
             convolved, grad_probabilities, lse, grad_lse, dx, head_weight, mix_partial,
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
         )

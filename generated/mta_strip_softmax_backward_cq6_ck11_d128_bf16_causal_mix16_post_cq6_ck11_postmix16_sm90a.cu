@@ -11,7 +11,7 @@
 // Rows before `skip` are context: rows below read them, and another strip has their outputs.
 // Rows before `valid` are context of scores alone: they see no key, and have no probabilities.
 //
-// mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-n_heads // 16) * (b1 - b0) * min(264, count)), 384, 208896>>>
+// mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-n_heads // 16) * (b1 - b0) * min(512, count)), 384, 208896>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -503,9 +503,9 @@ constexpr int HEADS = 16;  // heads that mix with each other, at most MAX_HEADS
 constexpr float SCORE_SCALE = 0.015625f;  // planes hold scores times this
 constexpr float PROBABILITY_SCALE = 256.0f;  // planes hold probabilities times this: fp16 keeps 11 bits down to 2e-7
 constexpr float LOG2_PROBABILITY_SCALE = 8.0f;
-// CTAs of a bundle at most: CTA n owns the rows n, n + PROGRAMS, and so on.
-constexpr int PROGRAMS = 264;
-constexpr int PARTS = 512;  // a bundle's places for partial sums of matrices' gradients, of which each CTA has one
+// CTAs of a bundle at most: CTA n owns the rows n, n + PROGRAMS, and so on. With more CTAs there would be more partial
+// sums of matrices' gradients to write and to add up.
+constexpr int PROGRAMS = 512;
 // A warp has a ring of DEPTH blocks of each of two planes in shared memory, after SUMS bytes for sums of the CTA.
 constexpr int DEPTH = 4, SLOT = 2 * BLOCK_BYTES, SUMS = 12288;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
@@ -532,92 +532,36 @@ struct Place {
   }
 };
 
-// ---- A warp's ring of slots, through all rows of a CTA --------------------------------------------------------------
-
-// A warp's blocks of the keys that a row sees: block i begins at key first + i * WARPS * BLOCK_KEYS.
-struct WarpBlocks {
-  int first = 0, count = 0;
-
-  DEVICE WarpBlocks() {}
-
-  DEVICE WarpBlocks(VisibleKeys seen, int warp) {
-    constexpr int STEP = WARPS * BLOCK_KEYS;
-    first = seen.start / BLOCK_KEYS * BLOCK_KEYS + warp * BLOCK_KEYS;
-    count = max(0, seen.end - first + STEP - 1) / STEP;
-  }
-
-  DEVICE int key(int i) const { return first + i * (WARPS * BLOCK_KEYS); }
-};
-
-// A CTA works through the blocks of each of its rows twice. The first pass must leave the last DEPTH blocks in the ring
-// unchanged, because the second pass, which runs backwards, finds them there; the other blocks are probably in L2. The
-// second pass may store results in a block's place. It fills the slots that it frees with the first blocks of the next
-// row, so that copies are always in flight.
-//
-// Block i of a row lies in the slot i * step after slot `start`, modulo DEPTH. The second pass frees the slots of
-// blocks DEPTH - 1 to 0 last, in this order, so the next row's first blocks lie in these, and its `step` is the
-// opposite.
-//
-// Work is given as work(key, slot). A row's inputs have its `blocks`, and copy(key, slot) to begin a copy.
-struct Ring {
-  u32 slots;
-  int start = 0, step = 1;
-
-  // Begins to copy the first row's first blocks.
-  template <class Inputs>
-  DEVICE Ring(u32 slots, const Inputs& row) : slots(slots) {
-#pragma unroll
-    for (int i = 0; i < DEPTH; ++i) fetch(row, i, i);
-  }
-
-  template <class Inputs, class Work>
-  DEVICE void first_pass(const Inputs& row, Work work) const {
-    int place = start;
-    for (int i = 0; i < row.blocks.count; ++i) {
-      work_on(row, i, place, work);
-      fetch(row, i + DEPTH, place);
-      place = moved(place, step);
-    }
-  }
-
-  template <class Inputs, class Work>
-  DEVICE void second_pass(const Inputs& row, const Inputs& next, Work work) {
-    const int last = max(row.blocks.count, DEPTH) - 1;
-    int place = (start + step * (last % DEPTH) + DEPTH) % DEPTH;
-    for (int i = last; i >= 0; --i) {
-      if (i < row.blocks.count) work_on(row, i, place, work);
-      if (i >= DEPTH)
-        fetch(row, i - DEPTH, place);
-      else
-        fetch(next, DEPTH - 1 - i, place);
-      place = moved(place, -step);
-    }
-    start = place;
-    step = -step;
-  }
-
- private:
-  DEVICE static int moved(int place, int step) {
-    const int to = place + step;
-    return to < 0 ? DEPTH - 1 : to < DEPTH ? to : 0;
-  }
-
-  // Each block has a group of copies, an empty one if the row has no such block.
-  template <class Inputs>
-  DEVICE void fetch(const Inputs& row, int i, int place) const {
-    if (i < row.blocks.count) row.copy(row.blocks.key(i), slots + place * SLOT);
+// Works through a warp's blocks of the keys that a row sees. copy(key, slot) begins to copy the block from key `key` on
+// to a slot of the ring, work(key, slot) takes it from there. Block i lies in slot i % DEPTH.
+// The SECOND pass over a row runs backwards: its first blocks are still in the ring, so the first pass must leave them
+// unchanged. The other blocks are probably in L2. The second pass may store results in a block's place.
+template <bool SECOND, class Copy, class Work>
+DEVICE void for_blocks(VisibleKeys seen, u32 ring, int warp, Copy copy, Work work) {
+  constexpr int STEP = WARPS * BLOCK_KEYS;
+  const int first = seen.start / BLOCK_KEYS * BLOCK_KEYS + warp * BLOCK_KEYS;
+  const int count = max(0, seen.end - first + STEP - 1) / STEP;
+  auto fetch = [&](int i, int place) {
+    if (0 <= i && i < count) copy(first + i * STEP, ring + place * SLOT);
     copy_commit();
-  }
-
-  // All groups but the last DEPTH - 1 have arrived, and with them the block.
-  template <class Inputs, class Work>
-  DEVICE void work_on(const Inputs& row, int i, int place, Work work) const {
+  };
+  if (!SECOND)
+#pragma unroll
+    for (int i = 0; i < DEPTH; ++i) fetch(i, i);
+  int place = SECOND ? max(count - 1, 0) % DEPTH : 0;
+  for (int n = 0; n < count; ++n) {
+    const int i = SECOND ? count - 1 - n : n;
     copy_wait<DEPTH - 1>();
     __syncwarp();
-    work(row.blocks.key(i), slots + place * SLOT);
+    work(first + i * STEP, ring + place * SLOT);
     __syncwarp();
+    fetch(SECOND ? i - DEPTH : i + DEPTH, place);
+    if (SECOND)
+      place = place > 0 ? place - 1 : DEPTH - 1;
+    else
+      place = place + 1 < DEPTH ? place + 1 : 0;
   }
-};
+}
 
 // The function of visible scores of a head. A score that the kernel holds is in units of log2 after it is multiplied by
 // `exponent`.
@@ -692,52 +636,29 @@ struct ScoreGradient : ScoreFunction {
   }
 };
 
-// What a warp copies of a row, block by block.
-struct Inputs {
-  Row<const Score> scores;
-  Row<const Element> gradient;
-  WarpBlocks blocks;
-  int heads, lane;
-
-  DEVICE void copy(int key, u32 slot) const {
-    copy_block_async(slot, scores, key, heads, lane);
-    copy_block_async(slot + BLOCK_BYTES, gradient, key, heads, lane);
-  }
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Score* x, const Element* g, const float* __restrict__ lse, const float* __restrict__ grad_lse, Element* dx,
     const float* __restrict__ head_weight, float* __restrict__ mix_partial, int count, int keys, int off, int first,
     int skip, int pitch, int n_heads, int b0, int n_q, int valid) {
   extern __shared__ __align__(16) float shared[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const Place place(min(264, count), b0, n_heads);
+  const Place place(min(512, count), b0, n_heads);
   const Mixture<Score, 16, false> mix(head_weight, place.first_head, place.heads, lane);
   const Mixture<Element, 16, true> adjoint(head_weight, place.first_head, place.heads, lane);
   HeadProducts<Element> products;
 
+  const u32 ring = shared_address(shared) + SUMS + warp * DEPTH * SLOT;
   const LaneFunctions<ScoreGradient> score_functions(place.first_head, lane);
-  auto sequence_of = [&](int r) { return Sequence(place.b, r, 1, count, keys, off, first); };
-  // The CTA's first row from r on that exists; `count` or more if none does.
-  auto row_from = [&](int r) {
-    while (r < count && !sequence_of(r).has_row(r)) r += PROGRAMS;
-    return r;
-  };
-  auto inputs_of = [&](int r) {
-    return Inputs{Row<const Score>(x, place.first_slot, count, r, pitch, lane),
-                  Row<const Element>(g, place.first_slot, count, r, pitch, lane),
-                  r < count ? WarpBlocks(sequence_of(r).visible_keys(r, valid), warp) : WarpBlocks(), place.heads, lane};
-  };
-  int next_row = row_from(place.number);
-  Inputs next = inputs_of(next_row);
-  Ring ring(shared_address(shared) + SUMS + warp * DEPTH * SLOT, next);
-  while (next_row < count) {
-    const int r = next_row;
-    const Inputs inputs = next;
-    next_row = row_from(r + PROGRAMS);
-    next = inputs_of(next_row);
-    const Sequence sequence = sequence_of(r);
+  for (int r = place.number; r < count; r += PROGRAMS) {
+    const Sequence sequence(place.b, r, 1, count, keys, off, first);
+    if (!sequence.has_row(r)) continue;
+    const Row<const Score> row(x, place.first_slot, count, r, pitch, lane);
+    const Row<const Element> gradient(g, place.first_slot, count, r, pitch, lane);
     const Row<Element> to(dx, place.first_slot, count, r, pitch, lane);
+    auto copy = [&](int key, u32 slot) {
+      copy_block_async(slot, row, key, place.heads, lane);
+      copy_block_async(slot + BLOCK_BYTES, gradient, key, place.heads, lane);
+    };
     const VisibleKeys seen = sequence.visible_keys(r, valid);
     float log_sums[4], dots[4] = {};
 #pragma unroll
@@ -761,7 +682,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
       unpack_tile<Element>(dp, dy);
     };
 
-    ring.first_pass(inputs, [&](int key, u32 slot) {
+    for_blocks<false>(seen, ring, warp, copy, [&](int key, u32 slot) {
       with_edge(seen.lacks_some(key, BLOCK_KEYS), [&](bool edge) {
 #pragma unroll
         for (int i = 0; i < TILES_OF_BLOCK; ++i) {
@@ -785,7 +706,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
       dots[n] /= PROBABILITY_SCALE;  // the probabilities are too large by this factor
     }
 
-    ring.second_pass(inputs, next, [&](int key, u32 slot) {
+    for_blocks<true>(seen, ring, warp, copy, [&](int key, u32 slot) {
       with_edge(seen.lacks_some(key, BLOCK_KEYS), [&](bool edge) {
 #pragma unroll
         for (int i = 0; i < TILES_OF_BLOCK; ++i) {
@@ -814,6 +735,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
   }
 
   const int bundles = (n_heads + HEADS - 1) / HEADS;
-  const long long sums = (static_cast<long long>(b0) * bundles + place.bundle) * PARTS + place.number;
+  const long long sums = (static_cast<long long>(b0) * bundles + place.bundle) * PROGRAMS + place.number;
   products.add_to<WARPS>(mix_partial + sums * 256, 1.f / SCORE_SCALE, shared, threadIdx.x);
 }

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import emulator
 import pytest
 import torch
 from emulator import MMA_TARGETS, emulated, needs_compiler
@@ -24,13 +23,11 @@ from torch.nn import functional
 from mtagen.dtypes import TORCH_DTYPES
 from mtagen.planner.passes import PASSES
 from mtagen.planner.sizes import B0, B1, COUNT, GROUP, KEYS, KV_HEADS, N_HEADS, N_NEW, SLOTS, SPLITS
-from mtagen.planner.strip import row_shared
 from mtagen.planner.strip.kernels import PROGRAMS, SECTION
 from mtagen.planner.strip.limits import Limits
 from mtagen.planner.strip.passes import StripPass
 from mtagen.planner.strip.planes import PlaneConvolution, PlaneKernel
 from mtagen.planner.strip.products import ROLES, ProductKernel, WarpgroupProduct
-from mtagen.planner.strip.rows import RowKernel
 from mtagen.planner.strip.source import Form, StripSource
 from mtagen.planner.strip.stages import PROBABILITY_SCALE, SCORE_SCALE, Convolution, Stages
 from mtagen.planner.strip.steps import StepKernel
@@ -743,9 +740,8 @@ class Rows:
         """The gradient of the log-sum-exp of the rows."""
         return eighths(*self.lse.shape, seed=6)
 
-    def assert_sums(self, role: str, partial: Tensor, y: Tensor, x: Tensor, terms: Tensor, heads: int) -> None:
+    def assert_sums(self, partial: Tensor, y: Tensor, x: Tensor, terms: Tensor, heads: int) -> None:
         """Each program has y x^T of its rows, over the keys, of the heads of its bundle, besides the ones of before."""
-        owners = cast(RowKernel, source_of(self.spec, role)).programs
         bundles, strip = -(-self.strip.heads // heads), self.strip
         sums = (partial.double() - 1).view(-1, bundles, *partial.shape[1:])
         own = sums[strip.b0 : strip.b0 + strip.sequences]
@@ -760,7 +756,7 @@ class Rows:
                 a, b = (z.view(strip.sequences, strip.heads, *z.shape[1:])[:, begin:end] for z in (a, b))
                 by_rows = torch.einsum("sorj,sirj->sroi", a, b)
                 programs = by_rows.new_zeros(len(a), PROGRAMS, *by_rows.shape[2:])
-                return programs.index_add(1, torch.arange(strip.count) % owners, by_rows)
+                return programs.index_add(1, torch.arange(strip.count) % PROGRAMS, by_rows)
 
             assert_close(own[:, bundle, :, :size, :size], outer(y, x), outer(terms, x.abs()), self.spec.dtype)
 
@@ -804,7 +800,7 @@ def assert_softmax_backward(rows: Rows, folder: Path, seed: int = 0) -> None:
     grad_lse = rows.grad_lse[..., None] * (torch.arange(strip.count) >= strip.skip)[:, None]
     dc = p * (dp - (p * dp).sum(-1, keepdim=True) + grad_lse)
     dc_terms = p * (dp_terms + (p * dp_terms).sum(-1, keepdim=True) + grad_lse.abs())
-    role, made = "softmax_backward", rows.softmax_backward(folder, seed)
+    made = rows.softmax_backward(folder, seed)
     dx = rows.mix("head_weight", dc, transposed=True)
     dx_terms = 2 * rows.mix("head_weight", dc_terms, transposed=True, absolute=True)
     assert_close(made["dx"][:, :, : strip.keys], dx, dx_terms, spec.dtype)
@@ -812,9 +808,9 @@ def assert_softmax_backward(rows: Rows, folder: Path, seed: int = 0) -> None:
         shares, terms = (rows.mix(after_it, p, absolute=absolute) for absolute in (False, True))
         assert_close(made["shares"][:, :, : strip.keys], shares, terms, spec.dtype)
     if stages.mix:
-        rows.assert_sums(role, made["mix_partial"], dc, rows.scores.where(seen, 0), dc_terms, stages.heads)
+        rows.assert_sums(made["mix_partial"], dc, rows.scores.where(seen, 0), dc_terms, stages.heads)
     if stages.fused_post_mix:
-        rows.assert_sums(role, made["post_mix_partial"], g, p, g.abs(), stages.heads)
+        rows.assert_sums(made["post_mix_partial"], g, p, g.abs(), stages.heads)
 
 
 @every_mixture
@@ -886,52 +882,7 @@ def test_long_rows(name: str, folder: Path) -> None:
 def test_more_rows_than_programs(folder: Path) -> None:
     """Programs of the backward pass sum gradients of matrices over several rows."""
     spec = Spec(None, 64, mixed_heads=2, post_mixed_heads=2, causal=False)
-    assert_softmax_backward(
-        Rows(spec, Strip(2, cast(RowKernel, source_of(spec, "softmax_backward")).programs + 9, 10)), folder
-    )
-
-
-@pytest.fixture
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CTAs of the softmax's backward pass that own several rows of a short strip."""
-    monkeypatch.setattr(RowKernel, "programs", 2)
-
-
-@pytest.mark.usefixtures("few_programs")
-@every_mixture
-def test_softmax_backward_of_several_rows(heads: int, spec: Spec, folder: Path) -> None:
-    for seed, strip in enumerate(row_strips(heads)):
-        assert_softmax_backward(Rows(spec, strip), folder, seed)
-
-
-# The rows of a CTA see 1021, 1023, 1025 and 1027 keys, so a warp has 2 or 3 blocks of them.
-SEVERAL_ROWS = Strip(2, 7, 1030, off=1020)
-
-
-@pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_blocks_of_the_next_row_follow_in_the_ring(depth: int, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """They take the slots that a row leaves, whether it has fewer blocks than a warp has slots, as many, or more."""
-    monkeypatch.setattr(row_shared, "_MAX_DEPTH", depth)
-    rows = Rows(Spec(None, 64, mixed_heads=2, post_mixed_heads=2), SEVERAL_ROWS)
-    assert cast(RowKernel, source_of(rows.spec, "softmax_backward")).shared.depth == depth
-    assert_softmax_backward(rows, folder)
-    first, other = (rows.softmax_backward(folder, seed, checked=True) for seed in (1, 2))
-    assert all(torch.equal(first[name].nan_to_num(), other[name].nan_to_num()) for name in first)
-
-
-@pytest.mark.usefixtures("few_programs")
-def test_the_next_row_is_copied_meanwhile(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Where a row ends, each lane has begun copies that it has not waited for."""
-    monkeypatch.setattr(row_shared, "_MAX_DEPTH", 3)
-    rows = Rows(Spec(None, 64, mixed_heads=2, post_mixed_heads=2), SEVERAL_ROWS)
-    source = emulator.render(source_of(rows.spec, "softmax_backward"))
-    end = "__syncthreads();  // the sums in shared memory"
-    assert source.count(end) == 1
-    missing = "next_row < count && emulator::threads[emulator::current].copies.empty()"
-    check = f'if ({missing}) emulator::fail("row %d is not copied yet", next_row);\n    {end}'
-    monkeypatch.setattr(emulator, "render", lambda _: source.replace(end, check))
-    assert_softmax_backward(rows, folder)
+    assert_softmax_backward(Rows(spec, Strip(2, PROGRAMS + 9, 10)), folder)
 
 
 @pytest.mark.parametrize(("heads", "spec"), [x for x in ROWS.values() if Stages(x[1]).post_is_separate], ids=str)
@@ -988,9 +939,7 @@ def test_post_mix_backward(heads: int, spec: Spec, folder: Path) -> None:
         assert_planes(out, rows.mix("post_head_weight", rows.x) / PROBABILITY_SCALE, strip)
         assert_planes(dx, rows.mix("post_head_weight", rows.dy, transposed=True), strip)
         nothing = torch.zeros_like(rows.dy)  # sums are exact
-        rows.assert_sums(
-            "post_mix_backward", partial, rows.dy, rows.x / PROBABILITY_SCALE, nothing, rows.stages.post_heads
-        )
+        rows.assert_sums(partial, rows.dy, rows.x / PROBABILITY_SCALE, nothing, rows.stages.post_heads)
 
 
 def everything(heads: int, spec: Spec, folder: Path, seed: int, *, checked: bool = False) -> list[Tensor]:

@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -23,11 +23,10 @@ from mtagen.planner.choice import GENERATED, candidates
 from mtagen.planner.passes import PASSES
 from mtagen.planner.sizes import B0, B1, COUNT, KEYS, N_HEADS, SLOTS
 from mtagen.planner.strip.documents import RECORD
-from mtagen.planner.strip.kernels import PROGRAMS, SECTION, decode_rows
+from mtagen.planner.strip.kernels import SECTION, decode_rows
 from mtagen.planner.strip.module import StripModule
 from mtagen.planner.strip.passes import CUDA_OVER_TRITON, StripPass
 from mtagen.planner.strip.planes import PlaneConvolution, PlaneGradient, plane_kernels
-from mtagen.planner.strip.rows import RowKernel
 from mtagen.planner.strip.source import Form
 from mtagen.planner.strip.stages import Stages, block_of
 from mtagen.planner.tables import TUNED, Shape, Table
@@ -764,15 +763,6 @@ def test_the_cost_model_orders_forms_as_measured(role: str, forms: tuple[Form, .
     source = StripPass(LAYER, "sm_90a", "backward", "cuda").cuda[role]
     costs = [replace(source, form=form).cost for form in forms]
     assert costs == sorted(costs)
-
-
-def test_ctas_continue_with_their_next_row() -> None:
-    """Two rounds of them, at most as many as have a place for partial sums; others do not continue."""
-    sources = StripPass(LAYER, "sm_90a", "backward", "cuda").cuda
-    last, mixing = (cast(RowKernel, sources[role]) for role in ("softmax_backward", "post_mix_backward"))
-    assert [replace(last, form=Form(4, ctas)).programs for ctas in (1, 2)] == [264, PROGRAMS]
-    assert last.kernel.grid[0].subs({COUNT: 1024, B0: 0, B1: 1, N_HEADS: 16}) == last.programs
-    assert mixing.programs == PROGRAMS
 
 
 def test_rows_of_one_cta_leave_gaps() -> None:

@@ -27,7 +27,6 @@ from .row_formula import RowFormula
 from .row_shared import BLOCK_KEYS, MAX_HEADS, RowShared
 from .source import Form, StripSource
 
-ROUNDS = 2  # CTAs of a bundle that a multiprocessor runs, one after the other, if each of them owns several rows
 _MIN_WARPS, _MAX_WARPS = 8, 24  # limits of resident warps per multiprocessor
 _LEAST_HELD = 0.6  # least fraction of the registers that the compiler asks for, with which it spills little
 # With more warps or CTAs per multiprocessor, more loads are in flight; with fewer, more of a row stays on chip.
@@ -162,24 +161,10 @@ class RowKernel(StripSource):
         return SECTION
 
     @property
-    def continues(self) -> bool:
-        """Whether a CTA copies the first blocks of its next row while it works on a row."""
-        return self.role == "softmax_backward"
-
-    @property
-    def programs(self) -> int:
-        """Upper limit of the CTAs of a bundle of heads that own its rows together.
-
-        A CTA that continues with its next row should have many rows. But a GPU with fewer
-        multiprocessors than the target's would take a whole round more, so there are ``ROUNDS``.
-        """
-        return min(PROGRAMS, ROUNDS * self.ctas * self.gpu.multiprocessors) if self.continues else PROGRAMS
-
-    @property
     def bundle_ctas(self) -> Size:
         """Number of CTAs of a bundle of heads, which are neighbours in the grid."""
         if self.formula.backward:
-            return Min(self.programs, COUNT)
+            return Min(PROGRAMS, COUNT)
         return (COUNT - self.first_row) * ceiling(KEYS / SECTION) if self.decodes else COUNT
 
     @property
