@@ -18,6 +18,8 @@ from ..geometry.affine import N_K, N_Q, Size
 from ..geometry.mask import Mask
 from ..geometry.score import SCORE, ScoreStage
 
+LARGEST_BLOCK = 128  # rows or keys of a tile, see `tiling.candidates`
+
 
 @dataclass(frozen=True)
 class Bias:
@@ -29,6 +31,8 @@ class Bias:
         rows: number of first rows whose filters reach before the sequence.
         before, after: number of keys at the beginning and at the end of the keys whose filters reach
             past them, and count what is there unless it is masked.
+        margin: number of diagonals before the first and after the last that tiles read, for rows and
+            keys that do not exist.
     """
 
     factor: float
@@ -36,11 +40,17 @@ class Bias:
     rows: int
     before: int
     after: int
+    margin: int = LARGEST_BLOCK
+
+    @property
+    def reaches_past_ends(self) -> bool:
+        """Whether some filter reaches past an end of the sequence."""
+        return self.rows + self.before + self.after > 0
 
     @property
     def entries(self) -> Size:
         """Number of entries of a head: diagonals, scores of the first rows, and scores at the ends of the keys."""
-        return N_Q + N_K - 1 + self.rows * N_K + (self.before + self.after) * N_Q
+        return N_Q + N_K - 1 + 2 * self.margin + self.rows * N_K + (self.before + self.after) * N_Q
 
 
 def why_not(spec: Spec) -> str:

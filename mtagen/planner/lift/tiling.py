@@ -18,6 +18,7 @@ from typing import NamedTuple
 from ...errors import PlanError
 from ...spec import Spec
 from ..targets import REGISTER_UNIT, RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target
+from .bias import LARGEST_BLOCK
 from .decode import DECODE_ROLES, decode_geometry
 from .operands import Lift
 
@@ -288,7 +289,7 @@ def candidates(role: str, spec: Spec, lift: Lift, target: Target) -> Iterator[Ti
     if role in DECODE_ROLES:
         yield from _decode_candidates(role, spec, target)
         return
-    blocks = (16, 32, 64, 128) if spec.itemsize == 2 else (16, 32, 64)
+    blocks = (16, 32, 64, LARGEST_BLOCK) if spec.itemsize == 2 else (16, 32, 64)
     stages = (1,) if target.backend == "hip" else (1, 2, 3, 4)
     for m, n, warps, depth in product(blocks, blocks, (4, 8), stages):
         if m * n < 256 or (warps == 8 and m * n < 4096):
