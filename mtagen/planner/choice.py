@@ -3,7 +3,8 @@
 Users name backends. If the only stage is a convolution before the softmax, ``triton`` uses the
 lowering "lift" (:mod:`.lift`) and ``cuda`` the lowering "tile" (:mod:`.tile`). With other stages,
 with a function of scores before the convolution, or with a convolution and a mask that is no
-window, both use the lowering "strip" (:mod:`.strip`); ``cuda`` has kernels for most roles there,
+window, both use the lowering "strip" (:mod:`.strip`), except that "lift" has functions before the
+convolution that add terms by distance (:mod:`.lift.bias`); ``cuda`` has kernels for most roles there,
 and Triton's kernels do the rest. If a table says so, ``cuda`` mixes heads on the chip in the
 forward pass, by the lowering "heads" (:mod:`.heads`). If "tile" cannot fuse a backward pass,
 because its head dims are too wide or differ, ``cuda`` uses strips where it has the kernels.

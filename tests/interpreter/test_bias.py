@@ -13,7 +13,13 @@ from mtagen import Spec, plan
 from mtagen.measure.cases import Sizes
 
 # More than one tile, more keys than queries, more queries than keys, and fewer than a filter reads.
-SIZES = (Sizes(2, 4, 2, 70, 70), Sizes(1, 2, 1, 3, 90), Sizes(1, 2, 2, 20, 9), Sizes(1, 2, 1, 1, 1), Sizes(1, 2, 2, 3, 2))
+SIZES = (
+    Sizes(2, 4, 2, 70, 70),
+    Sizes(1, 2, 1, 3, 90),
+    Sizes(1, 2, 2, 20, 9),
+    Sizes(1, 2, 1, 1, 1),
+    Sizes(1, 2, 2, 3, 2),
+)
 TABLE: dict[str, Any] = {"scores": "s + t[h, max(0, min(8, i - j + 2))]", "parameters": {"t": "h,9"}}
 CASES: dict[str, dict[str, Any]] = {
     "alibi": {"kernel": (3, 5), "scores": mtagen.expressions.alibi(4)},
