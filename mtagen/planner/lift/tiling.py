@@ -18,11 +18,12 @@ from typing import NamedTuple
 from ...errors import PlanError
 from ...spec import Spec
 from ..targets import REGISTER_UNIT, RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target
+from .bias import LARGEST_BLOCK
 from .decode import DECODE_ROLES, decode_geometry
 from .operands import Lift
 
 TENSOR_ROLES = ("forward", "scores", "dq_lifted", "dq_shifted", "dk_lifted", "dk_shifted")
-VECTOR_ROLES = ("lift", "band_terms", "band", "band_gather", "rows", "finish", "combine")
+VECTOR_ROLES = ("lift", "band_terms", "band", "band_gather", "rows", "finish", "combine", "bias")
 _UNROLLED_SCRATCH = 5 * 1024  # bytes that the compiler was observed to need besides the operands of unrolled terms
 
 # The cost model's constants, fitted to benchmarks/results/h200_tune_*.json. Times are cycles of a multiprocessor.
@@ -288,7 +289,7 @@ def candidates(role: str, spec: Spec, lift: Lift, target: Target) -> Iterator[Ti
     if role in DECODE_ROLES:
         yield from _decode_candidates(role, spec, target)
         return
-    blocks = (16, 32, 64, 128) if spec.itemsize == 2 else (16, 32, 64)
+    blocks = (16, 32, 64, LARGEST_BLOCK) if spec.itemsize == 2 else (16, 32, 64)
     stages = (1,) if target.backend == "hip" else (1, 2, 3, 4)
     for m, n, warps, depth in product(blocks, blocks, (4, 8), stages):
         if m * n < 256 or (warps == 8 and m * n < 4096):
@@ -414,6 +415,8 @@ def _vector_tile(role: str, spec: Spec, lift: Lift) -> Tile:
         return Tile(block_m=rows, block_n=min(widest, 1 << (rows + reach - 2).bit_length()))
     if role == "finish":
         return Tile(block_m=max(1, 1024 // d), num_warps=1)
+    if role == "bias":
+        return Tile(block_m=128)
     vectors_per_row = lift.terms if role == "lift" else 2
     vectors = max(1, min(64, 48 * 128 // (vectors_per_row * d)))
     return Tile(block_m=1 << (vectors.bit_length() - 1))
