@@ -50,23 +50,6 @@ def test_accurate(options: dict[str, Any]) -> None:
     assert not problems.failures_in_triton(*SIZES, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"scores": "3 * tanh(s / 3)"}, "is no constant times s"),
-        ({"scores": "s * t[h] + 1", "parameters": {"t": "h"}}, "is no constant times s"),
-        ({"scores": "s + j / 8"}, "not of the distance"),
-        ({"scores": "s + t[b] * (i - j)", "parameters": {"t": "b"}}, "a parameter of batch entries"),
-        ({"scores": "s + i - j", "packed": True}, "packed documents"),
-    ],
-    ids=str,
-)
-def test_plans_say_why_others_take_strips(options: dict[str, Any], reason: str) -> None:
-    planned = plan(Spec((3, 4), 64, **options), "sm_90a", "triton")
-    assert len(planned.strip) == len(planned.passes)
-    assert reason in str(planned)
-
-
 def test_gradients_are_reproducible_and_hidden_tokens_change_no_bit() -> None:
     op = mtagen.build((3, 5), 16, backend="triton", dtype="fp32", **TABLE)
     q, k, v = (torch.randn(1, 2, 70, 16) for _ in range(3))
