@@ -514,7 +514,7 @@ def test_a_backend_that_is_not_installed(backend: str) -> None:
 
 @every_pipeline
 def test_cuda_makes_all_kernels_but_a_few(spec: Spec) -> None:
-    """Those that mix too many heads."""
+    """Triton makes kernels that mix too many heads, and the sums of gradients."""
     for name in PASSES:
         made = StripPass(spec, "sm_90a", name, "cuda")
         roles = [kernel.role for kernel in made.kernels]

@@ -173,27 +173,28 @@ _ENTRIES = CacheShapes(
     lengths=("_, kv_heads, {keys}, _ = k_cache.shape",),
     splits="{planned}",
 )
-_PAGES = CacheShapes(
-    axes="pages, Hkv, {size}",
-    options="cache_seqlens, num_splits, block_table, max_k",
-    arguments=(
-        "cache_seqlens: (B,) int32, contiguous: number of each sequence's keys, new keys included.",
-        _SPLITS,
-        "block_table: (B, width) int32, contiguous: the pages of each sequence in order.",
-        "max_k: at least the most keys of a sequence, and at most those of `width` pages.",
-    ),
-    lengths=("kv_heads, {keys}, table_width = k_cache.shape[1], max_k, block_table.shape[1]",),
-    splits="max({planned}, -(-{keys} // {most_keys}))",
-)
+
+
+def _pages(size: int, most_keys: int) -> CacheShapes:
+    """Return what is said about pages of ``size`` keys, of which a split computes at most ``most_keys``."""
+    return CacheShapes(
+        axes=f"pages, Hkv, {size}",
+        options="cache_seqlens, num_splits, block_table, max_k",
+        arguments=(
+            "cache_seqlens: (B,) int32, contiguous: number of each sequence's keys, new keys included.",
+            _SPLITS,
+            "block_table: (B, width) int32, contiguous: the pages of each sequence in order.",
+            "max_k: at least the most keys of a sequence, and at most those of `width` pages.",
+        ),
+        lengths=("kv_heads, {keys}, table_width = k_cache.shape[1], max_k, block_table.shape[1]",),
+        splits=f"max({{planned}}, -(-{{keys}} // {most_keys}))",
+    )
 
 
 def cache_shapes_of(spec: Spec) -> CacheShapes:
     """Return what is said about the keys and values of a spec's decode steps."""
-    if not spec.page_size:
-        return _ENTRIES
     # A split reads ck - 1 keys more than it computes.
-    splits = _PAGES.splits.replace("{most_keys}", str(MOST_KEYS - (spec.ck - 1)))
-    return _PAGES._replace(axes=_PAGES.axes.format(size=spec.page_size), splits=splits)
+    return _pages(spec.page_size, MOST_KEYS - (spec.ck - 1)) if spec.page_size else _ENTRIES
 
 
 def codes(kernel: Kernel) -> str:

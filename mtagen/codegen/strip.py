@@ -109,7 +109,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
             block_of(stages.heads),
         ),
         "product_sums": ProductSums(of_scores.sums, spec.packed, "tokens"),
-        # What launches of the backward pass compute: gradients, and sums that it makes gradients of
+        # Results of the backward pass's launches: gradients, and sums from which the host makes the other gradients
         "gradients": [
             *("dq", "dk", "dv"),
             *(f"d_{name}" for name in (*spec.weight_names, *spec.ranks)),

@@ -81,7 +81,7 @@ def test_accurate(
 def test_rotation(
     shape: tuple[int, ...], heads_first: bool, each_entry: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two tensors with other numbers of heads, whose gradients come with heads before tokens."""
+    """Two tensors have different numbers of heads. Their gradients come with heads before tokens."""
     q = random(shape, heads_first, dtype)
     vectors = [q, q[..., :1, :].contiguous()]
     tokens = shape[-3]
@@ -105,7 +105,7 @@ def test_rotation(
 
 
 def test_rounds_as_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is normed is rounded before it is scaled, and what is scaled before the factor of a depth."""
+    """Rows are rounded after the norm and again after the scale, before the factor of a depth."""
     part, x = random_part("deep norm"), random((4, 50, 2, DIM), False, torch.float16)
     found = part(x)
     monkeypatch.setattr(parts, "has_kernels", lambda *_: False)
