@@ -225,6 +225,9 @@ SOURCES = {
     "decode_post_convolution": (
         "mta_strip_decode_post_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
     ),
+    "decode_statistics": (
+        "mta_strip_decode_statistics_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
     "decode_softmax": (
         "mta_strip_decode_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
     ),
@@ -333,10 +336,16 @@ KERNELS = {
             128, 25344, "PPPPiiiii",
         ),
     },
+    "decode_statistics": {
+        "decode_statistics": (
+            "mta_strip_decode_statistics_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
+            256, 66560, "PPPiiiiiiiiiP",
+        ),
+    },
     "decode_softmax": {
         "decode_softmax": (
             "mta_strip_decode_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            512, 231424, "PPPPiiiiiiiiiiP",
+            256, 66560, "PPPPPiiiiiiiiiiP",
         ),
     },
     "decode_post_mix": {
@@ -1402,8 +1411,8 @@ def _decode(
     splits = triton.cdiv(keys, split)
     kernels = {}
     for name in (
-        "decode_scores", "decode_convolution", "decode_post_convolution", "decode_softmax", "decode_post_mix",
-        "decode_values",
+        "decode_scores", "decode_convolution", "decode_post_convolution", "decode_statistics", "decode_softmax",
+        "decode_post_mix", "decode_values",
     ):
         kernels |= LOADED[name].get(call.device.index) or load(name, call.device)
     lse = call.result((batch, n_heads, count), torch.float32)
@@ -1431,11 +1440,19 @@ def _decode(
             scores, weight, convolved, seqlens,
             count, keys, pitch, n_heads, b0,
         )
+        sums = call.workspace("sums of sections", (slots, count, triton.cdiv(keys, 2048)), torch.float32)
+        call.launch(
+            kernels["decode_statistics"],
+            (-(-keys // 2048) * (-(-n_heads // 16)) * (b1 - b0) * (count - 5),),
+            convolved, sums, head_weight,
+            count, keys, off, first, skip, pitch, n_heads, b0, valid,
+            seqlens,
+        )
         shares = convolved.view(torch.float16)
         call.launch(
             kernels["decode_softmax"],
-            (-(-n_heads // 16) * (b1 - b0) * (count - 5),),
-            convolved, lse, shares, head_weight,
+            (-(-keys // 2048) * (-(-n_heads // 16)) * (b1 - b0) * (count - 5),),
+            convolved, sums, lse, shares, head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
             seqlens,
         )

@@ -746,26 +746,28 @@ def mta_strip_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm
         tl.store(out_ptr + row + j, zeros, mask=exists[:, None])
 
 
-@triton.jit(do_not_specialize=[
-    "count", "keys", "off", "first", "skip", "pitch", "n_heads", "b0", "n_q", "valid",
-])
-def mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
-    x_ptr, lse_ptr, out_ptr, head_weight_ptr,
-    count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
+@triton.jit(do_not_specialize=["count", "keys", "off", "first", "skip", "pitch", "n_heads", "b0", "valid"])
+def mta_strip_decode_statistics_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
+    x_ptr, sums_ptr, head_weight_ptr,
+    count, keys, off, first, skip, pitch, n_heads, b0, valid,
     seqlens_ptr,
-    HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 256,
+    HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 256, SECTION: tl.constexpr = 2048,
 ):
-    """Softmax of rows: out from x.
+    """Sums of rows for their softmax, over the keys of a section.
 
     The heads are mixed before it.
 
-    x holds scores times 0.015625; rows before `valid` count as unseen. lse gets log sum exp of rows
-    from `skip` on. A program owns a row of heads that mix with each other, and passes over its keys twice.
+    x holds scores times 0.015625; rows before `valid` count as unseen. A program owns a section of a row of
+    heads that mix with each other. sums (slots, count, sections) gets log2 sum exp of sections with keys of the row.
     """
-    r = count - 1 - tl.program_id(0) % count
+    sections = tl.cdiv(keys, SECTION)
+    section = tl.program_id(0) % sections
+    key_begin = section * SECTION
+    key_end = key_begin + SECTION
+    r = count - 1 - tl.program_id(0) // sections % count
     pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
     # A bundle is HEADS heads of a sequence: one tl.dot mixes the keys of a row of all its heads.
-    bundle = tl.program_id(0) // count
+    bundle = tl.program_id(0) // (sections * count)
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
     h = bundle % bundles * HEADS + hh
@@ -789,7 +791,7 @@ def mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmi
     parts = _score_parts(h[:, None])
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
+    for j0 in tl.range(tl.maximum(start // BLOCK_N * BLOCK_N, key_begin), tl.minimum(end, key_end), BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
         s = tl.dot(mix, x)
@@ -798,12 +800,72 @@ def mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmi
         new_peak = tl.maximum(peak, tl.max(c, 1))
         total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(c - new_peak[:, None]), 1)
         peak = new_peak
+    tl.store(sums_ptr + (slot.to(tl.int64) * count + r) * sections + section, peak + tl.log2(total), mask=exists)
+
+
+@triton.jit(do_not_specialize=[
+    "count", "keys", "off", "first", "skip", "pitch", "n_heads", "b0", "n_q", "valid",
+])
+def mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
+    x_ptr, sums_ptr, lse_ptr, out_ptr, head_weight_ptr,
+    count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
+    seqlens_ptr,
+    HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 256, SECTION: tl.constexpr = 2048,
+    MERGED: tl.constexpr = 32,
+):
+    """Softmax of rows: out from x.
+
+    The heads are mixed before it.
+
+    x holds scores times 0.015625; rows before `valid` count as unseen. lse gets log sum exp of rows
+    from `skip` on. A program owns a section of a row of heads that mix with each other, and merges all sections' sums.
+    """
+    sections = tl.cdiv(keys, SECTION)
+    section = tl.program_id(0) % sections
+    key_begin = section * SECTION
+    key_end = key_begin + SECTION
+    r = count - 1 - tl.program_id(0) // sections % count
+    pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
+    # A bundle is HEADS heads of a sequence: one tl.dot mixes the keys of a row of all its heads.
+    bundle = tl.program_id(0) // (sections * count)
+    bundles = tl.cdiv(n_heads, HEADS)
+    hh = tl.arange(0, BLOCK_H)
+    h = bundle % bundles * HEADS + hh
+    exists = (hh < HEADS) & (h < n_heads)
+    slot = bundle // bundles * n_heads + h
+    b = b0 + bundle // bundles
+    length = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    key0 = 0
+    limit = length - key0
+    off = limit - count
+    end = tl.minimum((first + r + off) + 1, limit)
+    end = tl.where(r < valid or first + r + off < 0, 0, end)
+    start = 0
+    row = (slot.to(tl.int64) * count + r)[:, None] * pitch
+    # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
+    mix = tl.load(
+        head_weight_ptr + h[:, None] * 16 + hh[None, :] % 16,
+        mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],
+        other=0.0,
+    ).to(tl.float16)
+    parts = _score_parts(h[:, None])
+    peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    all_sums = sums_ptr + (slot.to(tl.int64) * count + r)[:, None] * sections
+    for s0 in tl.range(start // SECTION, tl.cdiv(end, SECTION), MERGED):
+        s = s0 + tl.arange(0, MERGED)[None, :]
+        there = s < tl.cdiv(end, SECTION)
+        c = tl.load(all_sums + s, mask=exists[:, None] & there, other=0.0)
+        c = tl.where(there, c, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(c, 1))
+        total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(c - new_peak[:, None]), 1)
+        peak = new_peak
     log_sum = peak + tl.log2(total)
     lse = lse_ptr + (b * n_heads + h) * n_q + first + r
-    if r >= skip:
+    if (r >= skip) & (section == 0):
         tl.store(lse, log_sum * 0.6931471805599453, mask=exists)
 
-    for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
+    for j0 in tl.range(tl.maximum(start // BLOCK_N * BLOCK_N, key_begin), tl.minimum(end, key_end), BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
         s = tl.dot(mix, x)
@@ -811,7 +873,7 @@ def mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmi
         p = tl.where(_between(j, start, end), tl.exp2(c - log_sum[:, None]), 0.0)
         tl.store(out_ptr + row + j, (p * 256.0).to(out_ptr.dtype.element_ty), mask=exists[:, None])
     # Convolutions and products read whole blocks of keys: hidden blocks are zeros.
-    for j0 in tl.range(tl.cdiv(end, BLOCK_N) * BLOCK_N, keys, BLOCK_N):
+    for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, key_begin), tl.minimum(keys, key_end), BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         zeros = tl.zeros([BLOCK_H, BLOCK_N], out_ptr.dtype.element_ty)
         tl.store(out_ptr + row + j, zeros, mask=exists[:, None])
@@ -822,13 +884,17 @@ def mta_strip_decode_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postm
     x_ptr, out_ptr, post_head_weight_ptr,
     count, keys, off, first, skip, pitch, n_heads, b0,
     seqlens_ptr,
-    HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 256,
+    HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 256, SECTION: tl.constexpr = 2048,
 ):
     """The mixing after the softmax, maybe in place: out = N x, and zeros in rows before `skip`."""
-    r = count - 1 - tl.program_id(0) % count
+    sections = tl.cdiv(keys, SECTION)
+    section = tl.program_id(0) % sections
+    key_begin = section * SECTION
+    key_end = key_begin + SECTION
+    r = count - 1 - tl.program_id(0) // sections % count
     pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
     # A bundle is HEADS heads of a sequence: one tl.dot mixes the keys of a row of all its heads.
-    bundle = tl.program_id(0) // count
+    bundle = tl.program_id(0) // (sections * count)
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
     h = bundle % bundles * HEADS + hh
@@ -849,13 +915,13 @@ def mta_strip_decode_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postm
     end = tl.minimum((first + r + off) + 1, limit)
     end = tl.where(r < skip or first + r + off < 0, 0, end)
     start = 0
-    for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
+    for j0 in tl.range(tl.maximum(start // BLOCK_N * BLOCK_N, key_begin), tl.minimum(end, key_end), BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None] & _between(j, start, end), other=0.0)
         y = tl.dot(post_mix, x) * 0.00390625
         tl.store(out_ptr + row + j, y.to(out_ptr.dtype.element_ty), mask=exists[:, None])
     # Convolutions and products read whole blocks of keys: hidden blocks are zeros.
-    for j0 in tl.range(tl.cdiv(end, BLOCK_N) * BLOCK_N, keys, BLOCK_N):
+    for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, key_begin), tl.minimum(keys, key_end), BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         zeros = tl.zeros([BLOCK_H, BLOCK_N], out_ptr.dtype.element_ty)
         tl.store(out_ptr + row + j, zeros, mask=exists[:, None])
@@ -2170,12 +2236,22 @@ def _decode(
             b0, count, keys, off, first, skip, pitch, n_heads,
             num_warps=4, num_stages=1, enable_fp_fusion=True,
         )
+        sums = call.workspace("sums of sections", (slots, count, triton.cdiv(keys, 2048)), torch.float32)
+        grid = (triton.cdiv(keys, 2048) * triton.cdiv(n_heads, 16) * (b1 - b0) * count,)
+        call.launch(
+            mta_strip_decode_statistics_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
+            convolved, sums, head_weight,
+            count, keys, off, first, skip, pitch, n_heads, b0, valid,
+            seqlens,
+            num_warps=4, num_stages=3, enable_fp_fusion=True,
+        )
         shares = convolved.view(torch.float16)
-        grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * count,)
+        grid = (triton.cdiv(keys, 2048) * triton.cdiv(n_heads, 16) * (b1 - b0) * count,)
         call.launch(
             mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
             grid,
-            convolved, lse, shares, head_weight,
+            convolved, sums, lse, shares, head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
             seqlens,
             num_warps=4, num_stages=3, enable_fp_fusion=True,
@@ -2190,7 +2266,7 @@ def _decode(
             num_warps=4, num_stages=1, enable_fp_fusion=True,
         )
         unmixed, shares = shares, shares.view(q.dtype)
-        grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * count,)
+        grid = (triton.cdiv(keys, 2048) * triton.cdiv(n_heads, 16) * (b1 - b0) * count,)
         call.launch(
             mta_strip_decode_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
             grid,

@@ -404,21 +404,26 @@ struct Mixture {
 
 using Element = bf16;
 using Score = fp16;
-constexpr int WARPS = 8, THREADS = 32 * WARPS;  // of a CTA, which owns a row
+constexpr int WARPS = 8, THREADS = 32 * WARPS;  // of a CTA, which owns a row's section
+constexpr int SECTION = 2048;  // keys of a section; the last section of a row has the rest
 constexpr int HEADS = 16;  // heads that mix with each other, at most MAX_HEADS
 constexpr float PROBABILITY_SCALE = 256.0f;  // planes hold probabilities times this: fp16 keeps 11 bits down to 2e-7
 // A warp has a ring of DEPTH blocks of a plane in shared memory, after SUMS bytes for sums of the CTA.
 constexpr int DEPTH = 4, SLOT = 1 * BLOCK_BYTES, SUMS = 1024;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
 
-// The work of a CTA: the number of its bundle of heads, and its own number among the `ctas` CTAs of the bundle.
+// The work of a CTA: the number of its bundle of heads, and its own number among the `ctas` CTAs of the bundle, or that
+// of its row.
 struct Place {
   int bundle, number;
   int n_heads, b, first_head, heads;  // number of the bundle's heads that exist
   long long first_slot;
+  int sections, section, begin;  // of the row: their number; the CTA's own, and its first key
 
-  DEVICE Place(int ctas, int b0, int n_heads) : n_heads(n_heads) {
+  DEVICE Place(int ctas, int b0, int n_heads, int keys) : n_heads(n_heads) {
     bundle = blockIdx.x / ctas, number = blockIdx.x % ctas;
+    sections = (keys + SECTION - 1) / SECTION, section = number % sections, begin = section * SECTION;
+    number /= sections;
     const int bundles = (n_heads + HEADS - 1) / HEADS, sequence = bundle / bundles;
     b = b0 + sequence;
     first_head = bundle % bundles * HEADS;
@@ -464,31 +469,22 @@ DEVICE void for_blocks(VisibleKeys seen, u32 ring, int warp, Copy copy, Work wor
   }
 }
 
-constexpr int WALK = 2048;  // keys of a CTA if several CTAs share a row, in a decode step
-
 extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Score* x, Element* out, const float* __restrict__ post_head_weight, int count, int keys, int off, int first,
     int skip, int pitch, int n_heads, int b0, const int* __restrict__ seqlens) {
   extern __shared__ __align__(16) float shared[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const Place place((keys + 2047) / 2048 * (count - 10), b0, n_heads);
-  const int walks = Sequence::DECODES ? (keys + WALK - 1) / WALK : 1, begin = place.number % walks * WALK;
-  x += begin;
-  out += begin;
+  const Place place((keys + 2047) / 2048 * (count - 10), b0, n_heads, keys);
   const u32 ring = shared_address(shared) + SUMS + warp * DEPTH * SLOT;
   const Mixture<Score, 16, false> mix(post_head_weight, place.first_head, place.heads, lane);
 
   auto mix_row = [&](int r) {
     const Sequence sequence(place.b, r, 1, seqlens, keys, count, keys, first);
     if (!sequence.has_row(r)) return;
-    const Row<const Score> row(x, place.first_slot, count, r, pitch, lane);
-    const Row<Element> to(out, place.first_slot, count, r, pitch, lane);
-    int keys = sequence.keys;
-    VisibleKeys seen = sequence.visible_keys(r, skip);
-    if constexpr (Sequence::DECODES) {
-      keys = min(sequence.limit - begin, WALK);
-      seen = seen.within(begin, keys);
-    }
+    const Row<const Score> row(x + place.begin, place.first_slot, count, r, pitch, lane);
+    const Row<Element> to(out + place.begin, place.first_slot, count, r, pitch, lane);
+    const int keys = min(sequence.limit - place.begin, SECTION);
+    const VisibleKeys seen = sequence.visible_keys(r, skip).within(place.begin, keys);
     auto copy = [&](int key, u32 slot) {
       copy_block_async(slot, row, key, place.heads, lane);
     };
@@ -508,5 +504,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_post_m
     });
     clear_hidden_blocks<WARPS>(to, seen, keys, place.heads, warp, lane);
   };
-  mix_row(count - 1 - place.number / walks);
+  mix_row(count - 1 - place.number);
 }

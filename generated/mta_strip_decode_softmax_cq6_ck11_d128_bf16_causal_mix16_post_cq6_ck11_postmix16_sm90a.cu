@@ -7,7 +7,7 @@
 // Rows before row 5 are not computed. Query r sits at position r + off. A sequence has
 // its own length, and its last row is at its end.
 //
-// mta_strip_decode_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-n_heads // 16) * (b1 - b0) * (count - 5)), 512, 231424>>>
+// mta_strip_decode_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-keys // 2048) * (-(-n_heads // 16)) * (b1 - b0) * (count - 5)), 256, 66560>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -405,22 +405,27 @@ struct Mixture {
 
 using Element = bf16;
 using Score = fp16;
-constexpr int WARPS = 16, THREADS = 32 * WARPS;  // of a CTA, which owns a row
+constexpr int WARPS = 8, THREADS = 32 * WARPS;  // of a CTA, which owns a row's section
+constexpr int SECTION = 2048;  // keys of a section; the last section of a row has the rest
 constexpr int HEADS = 16;  // heads that mix with each other, at most MAX_HEADS
 constexpr float SCORE_SCALE = 0.015625f;  // planes hold scores times this
 constexpr float LOG2_PROBABILITY_SCALE = 8.0f;
 // A warp has a ring of DEPTH blocks of a plane in shared memory, after SUMS bytes for sums of the CTA.
-constexpr int DEPTH = 7, SLOT = 1 * BLOCK_BYTES, SUMS = 2048;
+constexpr int DEPTH = 4, SLOT = 1 * BLOCK_BYTES, SUMS = 1024;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
 
-// The work of a CTA: the number of its bundle of heads, and its own number among the `ctas` CTAs of the bundle.
+// The work of a CTA: the number of its bundle of heads, and its own number among the `ctas` CTAs of the bundle, or that
+// of its row.
 struct Place {
   int bundle, number;
   int n_heads, b, first_head, heads;  // number of the bundle's heads that exist
   long long first_slot;
+  int sections, section, begin;  // of the row: their number; the CTA's own, and its first key
 
-  DEVICE Place(int ctas, int b0, int n_heads) : n_heads(n_heads) {
+  DEVICE Place(int ctas, int b0, int n_heads, int keys) : n_heads(n_heads) {
     bundle = blockIdx.x / ctas, number = blockIdx.x % ctas;
+    sections = (keys + SECTION - 1) / SECTION, section = number % sections, begin = section * SECTION;
+    number /= sections;
     const int bundles = (n_heads + HEADS - 1) / HEADS, sequence = bundle / bundles;
     b = b0 + sequence;
     first_head = bundle % bundles * HEADS;
@@ -432,6 +437,11 @@ struct Place {
   DEVICE bool has(int n, int lane) const { return head_of(n, lane) < heads; }
   DEVICE long long query(int n, int i, int n_q, int lane) const {
     return (static_cast<long long>(b) * n_heads + first_head + head_of(n, lane)) * n_q + i;
+  }
+
+  // The index of section 0 of row r of the n-th of a lane's heads in (slots, count, sections).
+  DEVICE long long sums(int n, int r, int count, int lane) const {
+    return ((first_slot + head_of(n, lane)) * count + r) * sections;
   }
 };
 
@@ -487,67 +497,6 @@ struct ScoreFunction {
 constexpr float EXPONENT = LOG2_E / SCORE_SCALE;
 constexpr float VALUE_EXPONENT = ScoreFunction::exponent_of(EXPONENT);
 
-// ---- Softmax -------------------------------------------------------------------------------------------------------
-
-// The largest x of each head and the sum of 2^(VALUE_EXPONENT (x - largest)), over the keys that a lane has seen.
-// VALUE_EXPONENT is positive.
-struct Statistics {
-  float largest[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, total[4] = {};
-
-  // Adds a block's tiles.
-  DEVICE void add(const Tile (&x)[TILES_OF_BLOCK]) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const int first = 4 * (n >> 1) + (n & 1);
-      float top = largest[n];
-#pragma unroll
-      for (int i = 0; i < TILES_OF_BLOCK; ++i) top = fmaxf(top, fmaxf(x[i][first], x[i][first + 2]));
-      const float shift = shift_of(top);
-      float sum = total[n] * exp2_fast(VALUE_EXPONENT * largest[n] - shift);
-#pragma unroll
-      for (int i = 0; i < TILES_OF_BLOCK; ++i)
-        sum += exp2_fast(VALUE_EXPONENT * x[i][first] - shift) + exp2_fast(VALUE_EXPONENT * x[i][first + 2] - shift);
-      largest[n] = top, total[n] = sum;
-    }
-  }
-
-  // The number to subtract from exponents so that the largest becomes 0; or 0 if the lane has seen no key.
-  DEVICE static float shift_of(float top) { return top == -INFINITY ? 0.f : VALUE_EXPONENT * top; }
-
-  DEVICE void merge(int n, float other, float sum) {
-    const float top = fmaxf(largest[n], other), shift = shift_of(top);
-    total[n] =
-        total[n] * exp2_fast(VALUE_EXPONENT * largest[n] - shift) + sum * exp2_fast(VALUE_EXPONENT * other - shift);
-    largest[n] = top;
-  }
-
-  // log2 of the sum of 2^(VALUE_EXPONENT x) over all keys, for the lane's 4 heads. `shared` has room for 32 floats per
-  // warp.
-  template <int WARPS>
-  DEVICE void log_sums(float (&result)[4], float* shared, int warp, int lane) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-#pragma unroll
-      for (int mask = 4; mask < 32; mask *= 2)
-        merge(n, __shfl_xor_sync(0xffffffffu, largest[n], mask), __shfl_xor_sync(0xffffffffu, total[n], mask));
-      if (lane < 4) {
-        float* to = shared + (warp * MAX_HEADS + head_of(n, lane)) * 2;
-        to[0] = largest[n], to[1] = total[n];
-      }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      largest[n] = -INFINITY, total[n] = 0.f;
-      for (int w = 0; w < WARPS; ++w) {
-        const float* from = shared + (w * MAX_HEADS + head_of(n, lane)) * 2;
-        merge(n, from[0], from[1]);
-      }
-      result[n] = VALUE_EXPONENT * largest[n] + log2f(total[n]);
-    }
-  }
-};
-
 // The functions of scores of a lane's heads.
 template <class Function>
 struct LaneFunctions {
@@ -590,50 +539,59 @@ DEVICE void with_edge(bool edge, Work work) {
     work(false);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_decode_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
-    const Score* x, float* __restrict__ lse, Score* out, const float* __restrict__ head_weight, int count, int keys,
-    int off, int first, int skip, int pitch, int n_heads, int b0, int n_q, int valid, const int* __restrict__ seqlens) {
+// log2(2^a + 2^b). It adds to the log-sum-exp of a row in units of log2: a sink, a logit without a value; or the keys
+// of another section.
+DEVICE float add_logarithms(float a, float b) {
+  const float most = fmaxf(a, b);
+  return most == -INFINITY ? most : most + log2f(exp2_fast(a - most) + exp2_fast(b - most));
+}
+
+// add_logarithms of the sums of sections begin <= i < end, in order for each of 8 lanes, whose numbers differ by
+// multiples of 4.
+DEVICE float merge_log_sums(const float* log_sums, int begin, int end, int lane) {
+  float result = -INFINITY;
+  for (int i = begin + (lane >> 2); i < end; i += 8) result = add_logarithms(result, __ldg(log_sums + i));
+#pragma unroll
+  for (int mask = 4; mask < 32; mask *= 2) result = add_logarithms(result, __shfl_xor_sync(0xffffffffu, result, mask));
+  return result;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
+    const Score* x, const float* __restrict__ sums, float* __restrict__ lse, Score* out,
+    const float* __restrict__ head_weight, int count, int keys, int off, int first, int skip, int pitch, int n_heads,
+    int b0, int n_q, int valid, const int* __restrict__ seqlens) {
   extern __shared__ __align__(16) float shared[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const Place place(count - 5, b0, n_heads);
+  const Place place((keys + 2047) / 2048 * (count - 5), b0, n_heads, keys);
   const int r = count - 1 - place.number;
   const Sequence sequence(place.b, r, 1, seqlens, keys, count, keys, first);
   if (!sequence.has_row(r)) return;
-  const Row<const Score> row(x, place.first_slot, count, r, pitch, lane);
-  const Row<Score> to(out, place.first_slot, count, r, pitch, lane);
-  const VisibleKeys seen = sequence.visible_keys(r, valid);
+  const Row<const Score> row(x + place.begin, place.first_slot, count, r, pitch, lane);
+  const Row<Score> to(out + place.begin, place.first_slot, count, r, pitch, lane);
+  const VisibleKeys seen_by_row = sequence.visible_keys(r, valid);
+  const int section_keys = min(sequence.limit - place.begin, SECTION);
+  const VisibleKeys seen = seen_by_row.within(place.begin, section_keys);
   const Mixture<Score, 16, false> mix(head_weight, place.first_head, place.heads, lane);
 
   const u32 ring = shared_address(shared) + SUMS + warp * DEPTH * SLOT;
   auto copy = [&](int key, u32 slot) { copy_block_async(slot, row, key, place.heads, lane); };
   const LaneFunctions<ScoreFunction> score_functions(place.first_head, lane);
   float log_sums[4];
-  Statistics seen_so_far;
-  for_blocks<false>(seen, ring, warp, copy, [&](int key, u32 slot) {
-    with_edge(seen.lacks_some(key, BLOCK_KEYS), [&](bool edge) {
-      Tile c[TILES_OF_BLOCK];
+  const int first_section = seen_by_row.start / SECTION, end_of_sections = (seen_by_row.end + SECTION - 1) / SECTION;
 #pragma unroll
-      for (int i = 0; i < TILES_OF_BLOCK; ++i) {
-        Operand x;
-        load_operand(x, slot, i, lane);
-        mix(c[i], x);
-        modify_tile(c[i], score_functions, sequence.position(r), key, i, lane);
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-          if (edge && seen.lacks(key + key_of(e, i, lane))) c[i][e] = -INFINITY;
-      }
-      seen_so_far.add(c);
-    });
-  });
-  seen_so_far.log_sums<WARPS>(log_sums, shared, warp, lane);
-  if (r >= skip && warp == 0 && lane < 4)
+  for (int n = 0; n < 4; ++n) {
+    const int end = place.has(n, lane) ? end_of_sections : 0;
+    const float merged = merge_log_sums(sums + place.sums(n, r, count, lane), first_section, end, lane);
+    log_sums[n] = place.has(n, lane) ? merged : 0.f;
+  }
+  if (r >= skip && warp == 0 && lane < 4 && place.section == 0)
 #pragma unroll
     for (int n = 0; n < 4; ++n)
       if (place.has(n, lane)) lse[place.query(n, sequence.query(r), n_q, lane)] = LN_2 * log_sums[n];
 
 #pragma unroll
   for (int n = 0; n < 4; ++n) log_sums[n] -= LOG2_PROBABILITY_SCALE;  // probabilities come out scaled
-  for_blocks<true>(seen, ring, warp, copy, [&](int key, u32 slot) {
+  for_blocks<false>(seen, ring, warp, copy, [&](int key, u32 slot) {
     with_edge(seen.lacks_some(key, BLOCK_KEYS), [&](bool edge) {
 #pragma unroll
       for (int i = 0; i < TILES_OF_BLOCK; ++i) {
@@ -641,12 +599,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_decode_softma
         Tile p;
         load_operand(x, slot, i, lane);
         mix(p, x);
-        modify_tile(p, score_functions, sequence.position(r), key, i, lane);
+        modify_tile(p, score_functions, sequence.position(r), key + place.begin, i, lane);
         probabilities(p, i, log_sums, edge, seen.from(key), lane);
         store_tile<Score>(slot, i, p, lane);
       }
     });
     write_block(to, key, slot, place.heads, lane);
   });
-  clear_hidden_blocks<WARPS>(to, seen, sequence.keys, place.heads, warp, lane);
+  clear_hidden_blocks<WARPS>(to, seen, section_keys, place.heads, warp, lane);
 }

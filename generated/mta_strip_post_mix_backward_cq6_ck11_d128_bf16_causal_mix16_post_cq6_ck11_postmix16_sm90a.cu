@@ -526,17 +526,12 @@ DEVICE void for_blocks(VisibleKeys seen, u32 ring, int warp, Copy copy, Work wor
   }
 }
 
-constexpr int WALK = 2048;  // keys of a CTA if several CTAs share a row, in a decode step
-
 extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_post_mix_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Score* x, Element* dy, Element* out, const float* __restrict__ post_head_weight,
     float* __restrict__ partial, int count, int keys, int off, int first, int skip, int pitch, int n_heads, int b0) {
   extern __shared__ __align__(16) float shared[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const Place place(min(512, count), b0, n_heads);
-  const int walks = Sequence::DECODES ? (keys + WALK - 1) / WALK : 1, begin = place.number % walks * WALK;
-  x += begin;
-  out += begin;
   const u32 ring = shared_address(shared) + SUMS + warp * DEPTH * SLOT;
   const Mixture<Score, 16, false> mix(post_head_weight, place.first_head, place.heads, lane);
   const Mixture<Element, 16, true> adjoint(post_head_weight, place.first_head, place.heads, lane);
@@ -548,12 +543,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_post_mix_back
     const Row<const Score> row(x, place.first_slot, count, r, pitch, lane);
     const Row<Element> to(out, place.first_slot, count, r, pitch, lane);
     const Row<Element> gradient(dy, place.first_slot, count, r, pitch, lane);
-    int keys = sequence.keys;
-    VisibleKeys seen = sequence.visible_keys(r, skip);
-    if constexpr (Sequence::DECODES) {
-      keys = min(sequence.limit - begin, WALK);
-      seen = seen.within(begin, keys);
-    }
+    const int keys = sequence.keys;
+    const VisibleKeys seen = sequence.visible_keys(r, skip);
     auto copy = [&](int key, u32 slot) {
       copy_block_async(slot, row, key, place.heads, lane);
       copy_block_async(slot + BLOCK_BYTES, gradient, key, place.heads, lane);

@@ -43,6 +43,7 @@ SPECS = (
     replace(_AUTHORS, packed=True),
     replace(_AUTHORS, dropout=True),
     replace(_AUTHORS, scores="3 * tanh(s / 3)"),
+    replace(_AUTHORS, scores="s - (i - j) / 8"),
     Spec(None, 64, mixed_heads=16, post_mixed_heads=16),
     Spec(None, 128, post_mixed_heads=2),
     Spec((3, 5), 128, 64, mixed_heads=2),

@@ -23,7 +23,7 @@ from torch.nn import functional
 from mtagen.dtypes import TORCH_DTYPES
 from mtagen.planner.passes import PASSES
 from mtagen.planner.sizes import B0, B1, COUNT, GROUP, KEYS, KV_HEADS, N_HEADS, N_NEW, SLOTS, SPLITS
-from mtagen.planner.strip.kernels import PROGRAMS
+from mtagen.planner.strip.kernels import PROGRAMS, SECTION
 from mtagen.planner.strip.limits import Limits
 from mtagen.planner.strip.passes import StripPass
 from mtagen.planner.strip.planes import PlaneConvolution, PlaneKernel
@@ -710,7 +710,10 @@ class Rows:
         x = self.score_plane()
         lse = torch.full((self.strip.b0 + self.strip.sequences + 1, self.strip.heads, self.n_q), torch.nan)
         out = x.view(TORCH_DTYPES["fp16" if self.stages.post_is_separate else self.spec.dtype])
-        self.run("softmax", folder, seed, checked=checked, x=x, out=out, lse=lse)
+        sums = torch.full((self.strip.slots, self.strip.count, -(-self.strip.keys // SECTION)), torch.inf)
+        if self.strip.lengths:
+            self.run("statistics", folder, seed, checked=checked, x=x, sums=sums)
+        self.run("softmax", folder, seed, checked=checked, x=x, out=out, lse=lse, sums=sums)
         return out, lse
 
     def softmax_backward(self, folder: Path, seed: int = 0, *, checked: bool = False) -> dict[str, Tensor]:
@@ -781,7 +784,7 @@ def assert_softmax(rows: Rows, folder: Path, seed: int = 0) -> None:
     expected, terms = rows.mix(name, p), rows.mix(name, p, absolute=True)
     needed = strip.valid if strip.lengths else 0  # the first row that is
     kept, dtype = out[:, needed:, : strip.keys], "fp16" if separate else rows.spec.dtype
-    assert_close(kept, expected[:, needed:], terms[:, needed:], dtype)
+    assert_close(kept.where(strip.used, 0), expected[:, needed:], terms[:, needed:], dtype)
     own = rows.own(lse).reshape(rows.lse.shape)
     torch.testing.assert_close(own[:, strip.skip :].double(), rows.lse[:, strip.skip :], atol=1e-5, rtol=1e-6)
     assert own[:, : strip.skip].isnan().all()  # a strip before has these
@@ -836,6 +839,34 @@ def test_softmax_backward_after_another_rounding(folder: Path) -> None:
 def test_softmax_of_a_decode_step(heads: int, spec: Spec, folder: Path) -> None:
     for seed, strip in enumerate(steps(spec, heads)):
         assert_softmax(Rows(spec, strip), folder, seed)
+
+
+@pytest.mark.parametrize("name", ["all stages, other groups, full", "a mixture after, a long window"])
+def test_sections_of_a_row_in_a_decode_step(name: str, folder: Path) -> None:
+    """CTAs merge the sums of sections, of which a sequence may have few or none."""
+    heads, spec = ROWS[name]
+    for seed, strip in enumerate(steps(spec, heads, [(2, 2 * SECTION + 100)])):
+        assert -(-strip.keys // SECTION) > 1
+        assert_softmax(Rows(spec, strip), folder, seed)
+
+
+def test_merged_sums_of_many_sections(folder: Path) -> None:
+    """A lane takes every eighth section."""
+    spec = Spec(None, 64, mixed_heads=2, post_mixed_heads=2)
+    (strip,) = steps(spec, 2, [(1, 9 * SECTION + 70)])
+    assert_softmax(Rows(spec, strip), folder)
+
+
+def test_other_sections_change_no_bit(folder: Path) -> None:
+    """Planes may have room for more sections than a sequence has."""
+    heads, spec = ROWS["pairs of 10 heads"]
+    made = []
+    for keys in (70, SECTION + 70, 10 * SECTION):
+        rows = Rows(spec, Strip(heads, 1, keys, lengths=(70,), off=69))
+        rows.scores[:, :, :70] = eighths(heads, 1, 70, seed=9)
+        made.append([x[..., :70] for x in rows.softmax(folder)])
+    for other in made[1:]:
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(other, made[0], strict=True))
 
 
 @pytest.mark.parametrize("name", ["pairs of 10 heads", "groups of 3 before, full", "a mixture after, a long window"])

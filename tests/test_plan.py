@@ -239,7 +239,8 @@ def test_fits_the_target_or_says_what_does_not(
             if role in TENSOR_ROLES:
                 assert strip_multiple % tile.block_m == 0
     band = {"band_terms", "band", "band_gather"} if made.lift["forward"].lift.bands else set()
-    assert roles >= {"forward", "scores", "decode", *VECTOR_ROLES} - {"band_terms", "band", "band_gather"} | band
+    optional = {"band_terms", "band", "band_gather", "bias"}
+    assert roles >= {"forward", "scores", "decode", *VECTOR_ROLES} - optional | band
 
 
 def plan_or_refusal(spec: Spec, target: Target) -> Plan | str:

@@ -23,7 +23,7 @@ from mtagen.planner.choice import GENERATED, candidates
 from mtagen.planner.passes import PASSES
 from mtagen.planner.sizes import B0, B1, COUNT, KEYS, N_HEADS, SLOTS
 from mtagen.planner.strip.documents import RECORD
-from mtagen.planner.strip.kernels import decode_rows
+from mtagen.planner.strip.kernels import SECTION, decode_rows
 from mtagen.planner.strip.module import StripModule
 from mtagen.planner.strip.passes import CUDA_OVER_TRITON, StripPass
 from mtagen.planner.strip.planes import PlaneConvolution, PlaneGradient, plane_kernels
@@ -103,7 +103,8 @@ def test_mixtures_that_share_no_bundle_have_kernels_of_their_own() -> None:
     """Of 48 heads before and 36 after, 144 mix with each other."""
     forward, backward, decode = (StripPass(TOO_MANY, "sm_90a", name).kernels for name in PASSES)
     assert [kernel.role for kernel in forward] == ["scores", "softmax", "post_mix"]
-    assert [kernel.role for kernel in decode] == ["decode_scores", "decode_softmax", "decode_post_mix", "decode_values"]
+    roles = ["decode_scores", "decode_statistics", "decode_softmax", "decode_post_mix", "decode_values"]
+    assert [kernel.role for kernel in decode] == roles
     assert {"probabilities", "post_mix_backward"} <= {kernel.role for kernel in backward}
     heads = {kernel.role: dict(kernel.constants)["HEADS"] for kernel in forward[1:]}
     assert heads == {"softmax": 48, "post_mix": 36}
@@ -523,8 +524,8 @@ def test_cuda_makes_all_kernels_but_a_few(spec: Spec) -> None:
             continue
         others = {"grad_shares"} & {*roles}  # which is cuBLAS's beside Triton's, where hidden ones need not be zeros
         assert {*roles} == {kernel.role for kernel in StripPass(spec, "sm_90a", name).kernels} | others
-        mixtures = {role for role in roles if spec == TOO_MANY and ("softmax" in role or "mix" in role)}
-        mixtures |= {"probabilities"} & {*roles} if spec == TOO_MANY else set()
+        of_rows = ("softmax", "mix", "probabilities", "statistics")
+        mixtures = {role for role in roles if spec == TOO_MANY and any(kind in role for kind in of_rows)}
         assert {*roles} - {*made.cuda} - {"gradient_sums"} == mixtures
 
 
@@ -605,14 +606,17 @@ def test_what_drops(backend: str, stages: dict[str, Any], forward: str, backward
     ("spec", "roles"),
     [
         # An mma takes 16 columns of values.
-        (Spec((3, 3), 64, 24, mixed_heads=2), {"decode_scores", "decode_convolution", "decode_softmax"}),
+        (
+            Spec((3, 3), 64, 24, mixed_heads=2),
+            {"decode_scores", "decode_convolution", "decode_statistics", "decode_softmax"},
+        ),
         (
             Spec.from_dict(EVERYTHING.to_dict() | {"mask": "output"}),
-            {"decode_softmax", "decode_post_mix", "decode_values"},
+            {"decode_statistics", "decode_softmax", "decode_post_mix", "decode_values"},
         ),
         (
             Spec((3, 3), 64, post_kernel=(2, 64)),  # a window is too wide
-            {"decode_scores", "decode_convolution", "decode_softmax", "decode_values"},
+            {"decode_scores", "decode_convolution", "decode_statistics", "decode_softmax", "decode_values"},
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, Spec) else "+".join(sorted(value)),
@@ -630,9 +634,22 @@ def test_a_decode_step_makes_rows_that_are_needed_only() -> None:
     for n_new in (1, 8):
         rows = {role: grid[0].subs(sizes | {COUNT: 9 + n_new}) for role, grid in grids.items()}
         assert rows["decode_convolution"] == -(-(4 + n_new) // 6)
-        assert rows["decode_softmax"] == 4 + n_new
+        assert rows["decode_statistics"] == rows["decode_softmax"] == 4 + n_new
         assert rows["decode_post_convolution"] == -(-n_new // 2)
         assert rows["decode_post_mix"] == n_new
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_a_decode_step_divides_rows_into_sections(backend: str) -> None:
+    """A row of 4 sections and a key has 5 programs."""
+    kernels = {kernel.role: kernel for kernel in StripPass(EVERYTHING, "sm_90a", "decode", backend).kernels}
+    sizes = {COUNT: 10, SLOTS: 16, B0: 0, B1: 1, N_HEADS: 16}
+    for role in ("decode_statistics", "decode_softmax", "decode_post_mix"):
+        (programs,) = kernels[role].grid
+        one, five = (programs.subs(sizes | {KEYS: keys}) for keys in (SECTION, 4 * SECTION + 1))
+        assert five == 5 * one
+        if backend == "triton":
+            assert SECTION % dict(kernels[role].constants)["BLOCK_N"] == 0
 
 
 @pytest.mark.parametrize("pass_name", PASSES)

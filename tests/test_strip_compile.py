@@ -259,7 +259,7 @@ def test_cuda(target: str, stages: dict[str, Any], log: Callable[[], str]) -> No
     sources: dict[str, StripSource] = {}
     for name in passes_of(spec):
         made = StripPass(spec, target, name, "cuda")
-        assert {*made.cuda} == {kernel.role for kernel in made.kernels} - CONTRACTIONS - {"gradient_sums"}
+        assert {*made.cuda} == {kernel.role for kernel in made.kernels} - CONTRACTIONS
         sources |= {cuda.render(source): source for source in made.cuda.values()}  # passes share some
     assert all(isinstance(source, StripSource) for source in sources.values())
     for source, used in zip(sources.values(), assert_compile([*sources.values()], log), strict=True):

@@ -102,18 +102,20 @@ class LiftSums(Sums):
 
     Attributes:
         rows: the host's number of rows of a head.
+        blocks: the host's number of programs that each have a part of a head's sum.
     """
 
     rows: str
+    blocks: str = "n_blocks"
 
     def shape(self, of: ParameterSum) -> str:
         """Return the host's shape of the memory that kernels add a sum to."""
         axes = {
-            "head": ("all_heads", "n_blocks"),
+            "head": ("all_heads", self.blocks),
             "key": ("all_heads", self.keys),
-            "row": ("slots", "n_blocks", self.rows),
+            "row": ("slots", self.blocks, self.rows),
             "pair": ("all_heads", self.keys, self.keys),
-            "table": ("all_heads", "n_blocks", str(of.view.table)),
+            "table": ("all_heads", self.blocks, str(of.view.table)),
         }
         return f"({', '.join(axes[of.kind])})"
 

@@ -64,6 +64,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "PROBABILITY_SCALE": PROBABILITY_SCALE,
         "PROGRAMS": kernels.PROGRAMS,
         "SPLIT": kernels.SPLIT,
+        "SECTION": kernels.SECTION,
         "TILE": TILE,
         "RECORD": RECORD,
         "PART": PART,

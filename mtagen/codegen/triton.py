@@ -180,7 +180,7 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
     d_mask = width_mask("d", spec.head_dim, module.block_d)
     layout = layout_of(module)
     queries, keys, stage = layout.queries, layout.keys, ScoreStage.of(spec)
-    pairs = PairCondition.of(spec)
+    pairs, before = PairCondition.of(spec), ScoreStage.of(spec, "scores")
     lifting = [name for name in ("forward", "backward") if module.has(name)]
     return {
         "version": __version__,
@@ -229,6 +229,10 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "fp32_dot_options": dot_options(module, "fp32"),
         "score": stage.scaled(math.log2(math.e)).function,  # kernels hold scores in units of log2
         "score_parts": partial(_score_parts, stage, layout),
+        # The function before the convolution, of which the lowering "lift" makes a bias
+        "before": before.function,
+        "parts_of_scores": partial(_parts_of_scores, before),
+        "before_sums": LiftSums(before.sums, spec.packed, keys.total, queries.total, f"{spec.cq * spec.ck}"),
         "view_address": partial(triton_view, packed=spec.packed),
         "learned": "".join(f", {name}" for name in learned(spec)),
         "tables": partial(tables, spec),
@@ -272,6 +276,18 @@ def _score_parts(stage: ScoreStage, layout: Batch, head: str, step: bool = False
         return parts_call(stage, head, "b", "0", "n_max", "n_max", "kv_heads * group")
     entry = "b" if layout.has_entries else "sequence"
     return parts_call(stage, head, entry, layout.keys.first, "n_k", layout.keys.total, "n_heads")
+
+
+def _parts_of_scores(stage: ScoreStage, head: str, step: bool = False) -> str:
+    """Return the same for the function before the convolution, which reads parameters of heads only.
+
+    Args:
+        stage: the function.
+        head: the head of queries.
+        step: whether the kernel is one of a decode step.
+    """
+    tokens, n_heads = ("n_max", "kv_heads * group") if step else ("n_k", "n_heads")
+    return parts_call(stage, head, "0", "0", tokens, tokens, n_heads)
 
 
 def _legend(module: LiftModule) -> Mapping[str, Any]:

@@ -3,7 +3,8 @@
 Users name backends. If the only stage is a convolution before the softmax, ``triton`` uses the
 lowering "lift" (:mod:`.lift`) and ``cuda`` the lowering "tile" (:mod:`.tile`). With other stages,
 with a function of scores before the convolution, or with a convolution and a mask that is no
-window, both use the lowering "strip" (:mod:`.strip`); ``cuda`` has kernels for most roles there,
+window, both use the lowering "strip" (:mod:`.strip`), except that "lift" has functions before the
+convolution that add terms by distance (:mod:`.lift.bias`); ``cuda`` has kernels for most roles there,
 and Triton's kernels do the rest. If a table says so, ``cuda`` mixes heads on the chip in the
 forward pass, by the lowering "heads" (:mod:`.heads`). If "tile" cannot fuse a backward pass,
 because its head dims are too wide or differ, ``cuda`` uses strips where it has the kernels.
@@ -32,6 +33,7 @@ from ..spec import Spec
 from . import torch_ops
 from .heads import passes as heads
 from .lift import passes as lift
+from .lift.bias import why_not as why_no_bias
 from .passes import Fields, PassPlan, passes_of, rounds_alike
 from .strip import passes as strip
 from .tables import Shape, Table
@@ -73,16 +75,20 @@ def lowerings(backend: str, spec: Spec) -> Mapping[str, Lowering]:
     strips: Mapping[str, Lowering] = {"strip": strip.LOWERINGS[backend]}
     if why_unfused(spec, backend):
         return {**strips, "heads": heads} if backend == "cuda" else strips
-    return {"tile": tile, **strips} if backend == "cuda" else {"lift": lift}
+    if backend == "cuda":
+        return {"tile": tile, **strips}
+    return {"lift": lift, **strips} if spec.scores else {"lift": lift}
 
 
 def why_unfused(spec: Spec, backend: str) -> str:
     """Return the reason why no kernel of a backend can fuse a pass of a spec; empty if one may."""
     if not spec.convolves_only:
         return "fused kernels have no stage but a convolution before the softmax"
-    if spec.scores:
+    if spec.scores and backend == "cuda":
         return "scores changes scores before the convolution, and fused kernels convolve scores as they are"
-    if backend == "triton" and not spec.is_liftable:
+    if reason := why_no_bias(spec):
+        return reason
+    if backend == "triton" and spec.cq * spec.ck > 1 and spec.visible:
         return "visible is no window, and Triton's fused kernels convolve in windows only"
     return ""
 
@@ -307,7 +313,7 @@ def cuda_over_triton(cuda: PassPlan, triton: PassPlan, tables: Sequence[Table]) 
         if here in shapes:
             return shapes[here], table.source
         measured = {**{shape: ratio for shape, ratio in shapes.items() if not shape.stages}, **measured}
-    if not spec.is_fusible:
+    if not spec.is_fusible and triton.lowering == "strip":
         return strip.cuda_over_triton(pass_name, spec)
     if "strip" in (cuda.lowering, triton.lowering):
         return cuda.cost / triton.cost, "by the cost models"

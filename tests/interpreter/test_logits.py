@@ -16,6 +16,7 @@ from mtagen import Plan, Spec, plan
 from mtagen.codegen import render
 from mtagen.measure.cases import Sizes
 from mtagen.ops.attention import assemble
+from mtagen.planner.strip.kernels import SECTION
 from mtagen.runtime.load import load_host
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # the backend and the stages
@@ -48,6 +49,29 @@ def test_all_passes(backend: str, stages: dict[str, Any], folder: Path) -> None:
         assert not problems.failures_through_lse(op, made.spec, problems.random(made.spec, sizes))
     problem = problems.random(made.spec, Sizes(2, 4, 2, 1, 140), new_tokens=3)
     assert not problems.decode_failures(op, made.spec, problem, (140, 30), None)
+
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    "pairs": {"kernel": None, "mixed_heads": 2, "post_mixed_heads": 2, "sink": True},
+    "all stages in a window": {
+        "kernel": (2, 3),
+        "mixed_heads": 2,
+        "post_kernel": (2, 2),
+        "post_mixed_heads": 2,
+        "window": (SECTION + 900, -1),
+    },
+}
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize("stages", SECTIONS.values(), ids=SECTIONS)
+def test_sections_of_a_decode_step(stages: dict[str, Any], backend: str, folder: Path) -> None:
+    """Programs divide rows; each knows the places of its keys, and merges the sums of all."""
+    made = plan(Spec(head_dim=16, dtype="fp16", logits="s + (j - i) / 2000", **stages), "sm_90a", backend)
+    load_emulated(made, folder)
+    op, keys = assemble(made, torch_on_cpu=False), 2 * SECTION + 300
+    problem = problems.random(made.spec, Sizes(2, 2, 2, 1, keys), new_tokens=2)
+    assert not problems.decode_failures(op, made.spec, problem, (keys, SECTION + 1), None)
 
 
 # Loops, planes and workspaces begin with the first key that a window shows.

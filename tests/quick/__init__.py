@@ -19,6 +19,7 @@ QUICK = frozenset(
         "test_bench_report.py::test_panels_show_what_data_costs",
         "test_bench.py::test_flex_attention_has_the_expression",
         "test_batching.py::test_tokens_equal_generate[8-16]",
+        "test_bias_plans.py",
         "test_cache.py::test_triton_finds_the_source",
         "test_cli.py::test_check_refuses_what_it_cannot_judge",
         "test_cli.py::test_collect_env",

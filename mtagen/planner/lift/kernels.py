@@ -14,7 +14,7 @@ from sympy import ceiling
 from ...spec import Spec
 from ..cache import Cache
 from ..geometry.affine import N_K, N_Q, Size
-from ..geometry.score import ScoreStage
+from ..geometry.score import ScoreStage, views_of
 from ..kernel import Argument, Kernel, numbers
 from ..names import kernel_name
 from ..sizes import BATCH, GROUP, HEADS, KV_HEADS, N_HEADS, N_NEW, SPLITS, TOTAL_Q
@@ -78,17 +78,19 @@ def pass_kernels(
         return (*(make.decode(role) for role in decode_geometry(spec).roles), make.combine())
     bands = geometry.bands
     band_kernels = (make_kernel(band) for make_kernel in (make.band_terms, make.band_scores) for band in bands)
-    operands = (make.lifting(), *band_kernels)
+    operands = (make.lifting(), *band_kernels, *((make.bias(),) if geometry.bias else ()))
     if pass_name == "forward":
         return (*operands, make.forward(heads_per_section))
     return (
         make.rows(),
         *operands,
         make.scores(),
+        *((make.bias_gather(),) if geometry.bias else ()),
         *map(make.band_gather, bands),
         *(make.contraction(contraction) for contraction in geometry.contractions),
         *map(make.band_gradient, bands),
         *(make.finish(owner) for owner in ("rows", "keys")),
+        *((make.bias_gradient(),) if geometry.bias else ()),
     )
 
 
@@ -110,6 +112,10 @@ class _Maker:
         self._parameters = pointers(*(view.argument for view in score.views))
         self._sums = pointers(*(sum_of.name for sum_of in score.sums))
         self._sink = pointers("sink") if spec.sink else ()
+        self._bias = pointers("bias") if geometry.bias else ()
+        before = geometry.bias.stage if geometry.bias else ScoreStage.of(spec, "scores")
+        self._parameters_of_scores = pointers(*(view.argument for view in before.views))
+        self._sums_of_scores = pointers(*(sum_of.name for sum_of in before.sums))
         tables = {name: [table.name for table in spec.tables(name)] for name in ("forward", "backward", "decode")}
         checked = pointers(*(argument.name for argument in spec.checked_arguments))
         self._mask = (*pointers(*tables["decode"]), *checked)
@@ -156,6 +162,34 @@ class _Maker:
         grid = self._row_blocks("band") * HEADS
         return self._make(f"band_scores{band.suffix}", "band", arguments, grid, constants)
 
+    def bias(self) -> Kernel:
+        tensors = (*pointers("weight"), *self._parameters_of_scores, *pointers("bias"))
+        arguments = tensors + numbers("int32", "n_heads", "n_q", "n_k")
+        block = self._tiles["bias"].block_m
+        return self._make("bias", "bias", arguments, self._bias_blocks * N_HEADS, {"BLOCK": block})
+
+    def bias_gather(self) -> Kernel:
+        arguments = (
+            *pointers("g"),
+            *(Argument(f"g_{axis}", "int64") for axis in ("slot", "row", "key")),
+            *pointers("bias_grad"),
+            *numbers("int32", "head0", "n_q", "n_k", "strip_begin", "strip_end"),
+        )
+        constants = {"BLOCK": self._tiles["bias"].block_m, "ROWS": 16}
+        return self._make("bwd_bias_gather", "bias", arguments, self._bias_blocks * HEADS, constants)
+
+    def bias_gradient(self) -> Kernel:
+        tensors = (*pointers("bias_grad", "weight"), *self._parameters_of_scores, *pointers("bias_partial"))
+        arguments = (*tensors, *self._sums_of_scores, *numbers("int32", "n_heads", "n_q", "n_k"))
+        grid = ALL_HEADS * (self._spec.cq * self._spec.ck)
+        return self._make("bwd_bias", "bias", arguments, grid, {"BLOCK": self._tiles["bias"].block_m})
+
+    @property
+    def _bias_blocks(self) -> Size:
+        """Number of blocks of entries of the bias of a head."""
+        assert self._lift.bias, "kernels of the bias are made only where there is one"
+        return ceiling(self._lift.bias.entries / self._tiles["bias"].block_m)
+
     def forward(self, heads_per_section: int) -> Kernel:
         tile = self._tiles["forward"]
         arguments = (
@@ -163,6 +197,7 @@ class _Maker:
             self._tiled("v", ("BLOCK_N", "DV")),
             *self._pages,
             *self._band_scores,
+            *self._bias,
             self._tiled("out", ("BLOCK_M", "DV")),
             *pointers("lse"),
             *self._sink,
@@ -196,6 +231,7 @@ class _Maker:
             self._tiled("grad", ("BLOCK_M", "DV")),
             self._g(),
             *self._band_scores,
+            *self._bias,
             *pointers("row_lse", "row_dot", "dv"),
             *self._parameters,
             *self._sums,
@@ -280,7 +316,7 @@ class _Maker:
             Argument("seqlens_ptr", "memory", pointer=True, optional=True),
             *Cache.of(self._spec).triton_arguments,
             *pointers("partial", "partial_lse"),
-            *self._parameters,
+            *pointers(*(view.argument for view in views_of(self._spec))),
             *self._mask,
             *numbers("int32", "has_seqlens", "kv_heads", "group", "n_new", "n_max", "num_splits"),
             *numbers("float", "factor"),

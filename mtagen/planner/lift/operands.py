@@ -21,6 +21,7 @@ from ..geometry.loops import I0, J0, Loop, key_loop, row_loop
 from ..geometry.mask import Mask
 from ..geometry.stencil import Stencil
 from .band import Band, bands
+from .bias import Bias, bias
 
 T = sympy.Symbol("t", integer=True, nonnegative=True)  # a term of the lifted score
 
@@ -60,6 +61,7 @@ class Lift:
         carried_rows: rows of g that a chunk of rows needs from the chunk before it.
         mask: the mask.
         bands: the diagonals on which the lifted score is not used.
+        bias: what an expression before the convolution adds to lifted scores; None if nothing.
         forward, scores: loops of the kernels with these roles.
         contractions: the gradients of both operands.
     """
@@ -73,6 +75,7 @@ class Lift:
     carried_rows: int
     mask: Mask
     bands: tuple[Band, ...]
+    bias: Bias | None
     forward: Loop
     scores: Loop
     contractions: tuple[Contraction, Contraction]
@@ -115,6 +118,7 @@ def lift(spec: Spec) -> Lift:
         carried_rows=above if lifts_keys else 0,
         mask=mask,
         bands=bands(spec),
+        bias=bias(spec),
         forward=key_loop(mask, band=width),
         scores=row_loop(mask, band=width),
         contractions=(lifted_gradient, shifted_gradient),

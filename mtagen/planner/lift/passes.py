@@ -12,6 +12,7 @@ from ..kernel import Kernel
 from ..passes import Fields, PassPlan, check_convolves_only, check_learned, describe
 from ..splits import SplitRule, split_rule
 from ..targets import Target, get_target
+from .bias import bias
 from .decode import DECODE_ROLES, Decode, decode_geometry
 from .kernels import DOCUMENT_TILE, pass_kernels
 from .operands import Lift, lift
@@ -139,6 +140,9 @@ class LiftPass(PassPlan):
                 )
             if not geometry.bands:
                 yield section, "band", "0 diagonals selected"
+            if geometry.bias:
+                entries = f"{geometry.bias.entries} entries a head"
+                yield section, "bias", f"{entries}, the convolution of what scores adds by distance"
         if spec.packed:
             yield section, "documents", f"scheduled in tiles of {DOCUMENT_TILE}, read by pointers"
         if section == "backward":
@@ -168,7 +172,8 @@ def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[LiftPass]
         PlanError: a kernel does not fit the target; the message names the limit.
     """
     check_convolves_only(spec, "triton")
-    check_learned(spec, "lift", ("visible", "pairs", "parameters", "sink"))
+    before = ("scores",) * (bias(spec) is not None)
+    check_learned(spec, "lift", (*before, "visible", "pairs", "parameters", "sink"))
     if spec.dtype not in target.dtypes:
         raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for this dtype", target.dtypes))
     geometry = lift(spec)
@@ -203,7 +208,7 @@ def flop_per_score(pass_name: str, spec: Spec) -> int:
 
 def _roles(pass_name: str, spec: Spec, geometry: Lift) -> tuple[str, ...]:
     """Return the roles of a pass that have a tile of their own."""
-    operands = ("lift", *(("band_terms", "band") if geometry.bands else ()))
+    operands = ("lift", *(("band_terms", "band") if geometry.bands else ()), *(("bias",) if geometry.bias else ()))
     if pass_name == "forward":
         return (*operands, "forward")
     if pass_name == "backward":

@@ -74,11 +74,12 @@ class Work:
 
 def streamed(role: str, itemsize: int, target: Target) -> float:
     """Return the cycles per score of a kernel, or of cuBLAS's product, if memory is the only bound."""
-    return _PLANES.get(role.removeprefix("decode_"), 2) * itemsize / (_STREAMED * target.dram_bytes_per_cycle)
+    planes = _PLANES.get(role, _PLANES.get(role.removeprefix("decode_"), 2))
+    return planes * itemsize / (_STREAMED * target.dram_bytes_per_cycle)
 
 
 # Number of planes that kernels read and write. A plane that is read twice counts twice. The default is 2.
 _PLANES = {"scores": 1, "grad_shares": 1, "values": 1, "softmax": 3, "post_mix_backward": 4, "softmax_backward": 6}
-_PLANES |= {"mix_backward": 3}
+_PLANES |= {"mix_backward": 3, "decode_statistics": 1, "decode_softmax": 2}
 _PLANES |= dict.fromkeys(("outputs", "grad_queries", "grad_keys", "grad_values"), 1)
 _PLANES |= {ROLE: 0}

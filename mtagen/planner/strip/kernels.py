@@ -51,6 +51,8 @@ GRADIENT_ROWS, GRADIENT_KEYS = 64, 64  # tile of the gradient of a convolution's
 GRADIENT_STAGES = (3, 2, 1)  # stages of that gradient; the first that fits shared memory is taken
 GRADIENT_CHUNK = 2048  # keys of a program of that gradient
 SPLIT = 1024  # keys of a split in decode
+SECTION = 2048  # keys of a section of a row in decode, which has few rows: a multiple of every block of keys
+MERGED_SECTIONS = 32  # sections whose sums a program merges at once
 OUTPUT_ROWS = 32  # rows of a block of outputs that are mixed
 VALUE_ROWS, VALUE_KEYS = 16, 64  # tile of the product of a decode step's probabilities with values
 # Keys of a tile of rows of 16 heads, and of kernels that hold gradients, or entries of parameters, of a tile.
@@ -74,6 +76,7 @@ _READ_MASK = frozenset(
         *("scores", "grad_shares", "convolution", "post_convolution"),
         *("convolution_adjoint", "post_convolution_adjoint"),
         *("softmax", "post_mix", "probabilities", "post_mix_backward", "softmax_backward", "mix", "mix_backward"),
+        "statistics",
         *("mix_matrices_backward", "post_mix_matrices_backward"),
     )
 )
@@ -134,7 +137,8 @@ class _Maker:
         """Yield the kernels of a decode step.
 
         They are the forward kernels for a few rows of sequences with different lengths, and a
-        product with values.
+        product with values. Several programs divide a row into sections of keys, so the softmax first
+        sums the sections: one kernel stores the logarithms of their sums, and another merges them.
         """
         stages, spec = self._stages, self._spec
         lengths, rows = (*pointers("seqlens"), *step_keys(spec)), decode_rows(spec)
@@ -145,9 +149,11 @@ class _Maker:
             yield self._convolution(stage, "decode_", rows, (*lengths, *numbers("int32", "b0")))
         if stages.token_mix:
             yield self._token_mix(stages.token_mix, "decode_", lengths)
-        more = (*numbers("int32", "n_q", "valid", *self._tokens), *lengths)
-        tensors = ("x", "lse", "out", *self._weights(), *self._sink, *self._parameters)
-        yield self._rows("decode_softmax", tensors, stages.heads, COUNT, more)
+        more = (*numbers("int32", "valid", *self._tokens), *lengths)
+        tensors = ("x", "sums", *self._mix(), *self._parameters)
+        yield self._rows("decode_statistics", tensors, stages.heads, COUNT, more)
+        tensors = ("x", "sums", "lse", "out", *self._weights(), *self._sink, *self._parameters)
+        yield self._rows("decode_softmax", tensors, stages.heads, COUNT, (*numbers("int32", "n_q"), *more))
         if stages.token_post_mix:
             yield self._token_mix(stages.token_post_mix, "decode_", lengths)
         elif stages.separate_post_mix:
@@ -491,11 +497,14 @@ class _Maker:
             "BLOCK_H": block,
             "BLOCK_N": row_keys(heads, NARROW_ROW_KEYS if holds_more else ROW_KEYS),
         }
+        constants |= {"PROGRAMS": PROGRAMS} if programs else {}
+        if role.startswith("decode_"):
+            rows *= ceiling(KEYS / SECTION)
+            constants |= {"SECTION": SECTION}
+        constants |= {"MERGED": MERGED_SECTIONS} if role == "decode_softmax" else {}
         dropout = self._dropout(role, *_KEEP_SCALE)
         arguments = (*pointers(*tensors), *self._strip("n_heads", "b0"), *more, *self._first_key(role), *dropout)
-        return self._make(
-            role, arguments, (rows * bundles(heads),), constants | ({"PROGRAMS": PROGRAMS} if programs else {})
-        )
+        return self._make(role, arguments, (rows * bundles(heads),), constants)
 
     def _first_key(self, role: str) -> tuple[Argument, ...]:
         """Return the argument for the first key of planes, if the kernel's function of scores needs it.

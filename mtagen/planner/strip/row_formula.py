@@ -31,6 +31,16 @@ class RowFormula:
         return self.role == "probabilities"
 
     @property
+    def only_sums(self) -> bool:
+        """Whether the kernel only sums sections of rows, for another kernel that merges the sums."""
+        return self.role == "decode_statistics"
+
+    @property
+    def merges_sums(self) -> bool:
+        """Whether the sums of a row's sections are an input."""
+        return self.role == "decode_softmax"
+
+    @property
     def backward(self) -> bool:
         """Whether the kernel computes gradients."""
         return self.role.endswith("backward")
@@ -43,22 +53,24 @@ class RowFormula:
     @property
     def results(self) -> int:
         """Number of planes that the kernel writes."""
+        if self.only_sums:
+            return 0
         return 2 if self.backward and (self.stores_probabilities or not self.reads_scores) else 1
 
     @property
     def sweeps(self) -> int:
         """Number of loops over the keys of a row."""
-        return 2 if self.reads_scores and not self.knows_lse else 1
+        return 2 if self.reads_scores and not (self.knows_lse or self.only_sums or self.merges_sums) else 1
 
     @property
     def mixes_results(self) -> bool:
         """Whether the kernel also mixes the heads after the softmax."""
-        return self.stages.fused_post_mix and self.reads_scores
+        return self.stages.fused_post_mix and self.reads_scores and not self.only_sums
 
     @property
     def scales_results(self) -> bool:
         """Whether results are scaled, because fp16 holds them in planes or as operands."""
-        return self.stages.post_is_separate or self.mixes_results
+        return (self.stages.post_is_separate and not self.only_sums) or self.mixes_results
 
     @property
     def scales_probabilities(self) -> bool:
@@ -105,6 +117,8 @@ class RowFormula:
         match self.role:
             case "softmax" | "decode_softmax":
                 yield f"out = {probabilities}, over keys; and lse of rows from `skip` on."
+            case "decode_statistics":
+                yield f"sums = log2 of the sum of exp({mixed}), over keys, for each section with keys of the row."
             case "probabilities":
                 yield f"out = exp({mixed} - lse)."
             case "post_mix":
@@ -122,5 +136,6 @@ class RowFormula:
         if self.sums_matrices:
             yield "Each CTA adds its part of a matrix's gradient to its own sums, which the caller sets to zero first:"
             yield "(bundles of heads, PROGRAMS, 16, 16) fp32."
-        scales = [f"scores times {SCORE_SCALE}"] * self.reads_scores + [f"probabilities times {PROBABILITY_SCALE}"]
+        scales = [f"scores times {SCORE_SCALE}"] * self.reads_scores
+        scales += [f"probabilities times {PROBABILITY_SCALE}"] * (not self.only_sums)
         yield f"Planes of fp16 hold {', and '.join(scales)}."

@@ -4,7 +4,7 @@ softmax.
 A CTA owns a row of up to 16 heads that mix with each other, and loops over the row's keys once or
 twice; each of its warps takes a block of keys at a time. Arguments and grids are those of Triton's
 kernels of the same roles. Grids of a decode step differ: only rows that are needed are computed,
-and several CTAs divide a row that needs no sums over keys.
+and several CTAs divide a row into sections of keys.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from ..geometry.score import ScoreStage
 from ..kernel import Argument, Kernel, numbers, reads, writes
 from ..sizes import COUNT, KEYS
 from .cost import DRAIN, LONGEST_ROW, MEAN_ROW, START, Work
-from .kernels import PROGRAMS, bundles
+from .kernels import PROGRAMS, SECTION, bundles
 from .row_formula import RowFormula
 from .row_shared import BLOCK_KEYS, MAX_HEADS, RowShared
 from .source import Form, StripSource
 
-WALK = 2048  # keys of a CTA that mixes a part of a row of a decode step
 _MIN_WARPS, _MAX_WARPS = 8, 24  # limits of resident warps per multiprocessor
 _LEAST_HELD = 0.6  # least fraction of the registers that the compiler asks for, with which it spills little
 # With more warps or CTAs per multiprocessor, more loads are in flight; with fewer, more of a row stays on chip.
 _FORMS = tuple(
     Form(warps, ctas) for ctas in (3, 2, 1) for warps in (16, 12, 8, 4) if _MIN_WARPS <= warps * ctas <= _MAX_WARPS
 )
+
+_DECODE_FORMS = (Form(8, 3),)
 
 
 class _Role(NamedTuple):
@@ -50,8 +51,9 @@ _ROLES: Mapping[str, _Role] = {
     "post_mix": _Role("row_mix.cu.j2", 76),
     "post_mix_backward": _Role("row_mix.cu.j2", 128),
     "softmax_backward": _Role("row_softmax_backward.cu.j2", 200),
-    "decode_softmax": _Role("row_softmax.cu.j2", 124, (Form(16, 1),)),  # there are few rows
-    "decode_post_mix": _Role("row_mix.cu.j2", 76, (Form(8, 3),)),
+    "decode_statistics": _Role("row_softmax.cu.j2", 80, _DECODE_FORMS),
+    "decode_softmax": _Role("row_softmax.cu.j2", 80, _DECODE_FORMS),
+    "decode_post_mix": _Role("row_mix.cu.j2", 76, _DECODE_FORMS),
 }
 ROLES = tuple(_ROLES)
 
@@ -154,22 +156,16 @@ class RowKernel(StripSource):
         return self.stages.first_valid if self.formula.reads_scores else self.spec.context
 
     @property
-    def divides_rows(self) -> bool:
-        """Whether several CTAs divide the keys of a row."""
-        return self.decodes and not self.formula.reads_scores
-
-    @property
     def cta_keys(self) -> int:
-        """Number of keys of a CTA if several CTAs divide a row."""
-        return WALK
+        """Number of keys of a CTA in a decode step, where several CTAs divide a row."""
+        return SECTION
 
     @property
     def bundle_ctas(self) -> Size:
         """Number of CTAs of a bundle of heads, which are neighbours in the grid."""
         if self.formula.backward:
             return Min(PROGRAMS, COUNT)
-        rows = COUNT - self.first_row if self.decodes else COUNT
-        return rows * ceiling(KEYS / WALK) if self.divides_rows else rows
+        return (COUNT - self.first_row) * ceiling(KEYS / SECTION) if self.decodes else COUNT
 
     @property
     def kernel(self) -> Kernel:
@@ -193,12 +189,17 @@ class RowKernel(StripSource):
         written = {"out": self.formula.result, "dx": "Element", "shares": "Element", "dy": "Element"}
         if name in written:
             (pointer,) = writes(written[name], name, restrict=False)
-        elif name.endswith("partial") or name == "minus_dot" or (name == "lse" and self.role.endswith("softmax")):
+        elif name.endswith("partial") or name == "minus_dot" or name == self._statistics:
             (pointer,) = writes("float", name)
         else:
             types = {"x": "Score", "g": "Element", "seed": "long long"} | dict.fromkeys(self.sequence.names, "int")
             (pointer,) = reads(types.get(name, "float"), name, restrict=name not in "xg")
         return pointer
+
+    @property
+    def _statistics(self) -> str:
+        """Name of the tensor of statistics of rows that the kernel writes; empty if it writes none."""
+        return "sums" if self.formula.only_sums else "lse" if self.role.endswith("softmax") else ""
 
     @property
     def adds_sink(self) -> bool:
@@ -217,6 +218,16 @@ class RowKernel(StripSource):
         """What the function of scores adds to positions and keys, which count from key 0 of planes."""
         unseen = "key0" if self.sequence.struct == "Step" else "unseen"
         return f" + sequence.{unseen}" if self.stages.places_keys else ""
+
+    @property
+    def moved_key(self) -> str:
+        """What it adds to keys, which in a decode step count from the first key of the CTA's section."""
+        return self.moved + self.moved_plane
+
+    @property
+    def moved_plane(self) -> str:
+        """What a kernel adds to planes, so that keys count from the first key of the CTA."""
+        return " + place.begin" if self.decodes else ""
 
     @property
     def legend(self) -> Iterator[str]:
