@@ -28,6 +28,7 @@ PIPELINES: dict[str, dict[str, Any]] = {  # stages, by name
     "convolution of more queries than keys": {"kernel": (5, 2)},
     "paper": {"kernel": (6, 11)},
     "output": {"kernel": (3, 4), "mask": "output"},
+    "slopes before": {"kernel": (3, 4), "scores": "s - (i - j) / 8"},
     "pairs after": {"kernel": None, "post_mixed_heads": 2},
     "mixed": {"kernel": None, "mixed_heads": 2, "post_mixed_heads": 2},
     "all": {"kernel": (3, 4), "mixed_heads": 2, "post_kernel": (2, 3), "post_mixed_heads": 2},

@@ -50,18 +50,14 @@ def test_accurate(options: dict[str, Any]) -> None:
     assert not problems.failures_in_triton(*SIZES, **options)
 
 
-def test_gradients_are_reproducible_and_hidden_tokens_change_no_bit() -> None:
+def test_gradients_are_reproducible() -> None:
     op = mtagen.build((3, 5), 16, backend="triton", dtype="fp32", **TABLE)
-    q, k, v = (torch.randn(1, 2, 70, 16) for _ in range(3))
-    weight, table = torch.randn(2, 3, 5), torch.randn(2, 9)
-    changed = [x.clone() for x in (q, k, v)]
-    for x in changed:
-        x[:, :, 50:] = 1e4
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, 2, 70, 16), (1, 2, 70, 16), (1, 2, 70, 16), (2, 3, 5), (2, 9)
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
     found = []
-    for tensors in ((q, k, v), (q, k, v), changed):
-        leaves = [x.clone().requires_grad_() for x in (*tensors, weight, table)]
-        out = op(*leaves[:4], parameters={"t": leaves[4]})[:, :, :50]
+    for _ in range(2):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = op(*leaves[:4], parameters={"t": leaves[4]})
         found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-    assert all(map(torch.equal, found[0], found[1]))
-    for x, y in zip(found[0][:4], found[2][:4], strict=True):
-        assert torch.equal(x[:, :, :50], y[:, :, :50])
+    assert all(map(torch.equal, *found))

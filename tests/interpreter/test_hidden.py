@@ -22,6 +22,8 @@ CASES = {
         ("convolution", "narrow"),
         ("plain", "both edges"),
         ("output", "both edges"),
+        ("slopes before", "causal"),
+        ("slopes before", "both edges"),
         ("pairs after", "causal"),
     )
 }

@@ -66,6 +66,17 @@ def test_all_passes(backend: str, stages: dict[str, Any], what: dict[str, Any], 
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize("stages", [MIXTURES["pairs after"], {"kernel": None, "mixed_heads": 2, "post_mixed_heads": 2}])
+def test_large_logits_of_heads_that_do_not_exist(backend: str, stages: dict[str, Any], folder: Path) -> None:
+    """A tile of 16 heads has 4 that exist. exp(40) of the others is infinite in fp16, and a mixture adds zero times it."""
+    made = planned(backend, folder, **stages, logits="s + 40")
+    op = assemble(made, torch_on_cpu=False)
+    assert not problems.failures_through_lse(op, made.spec, problems.random(made.spec, Sizes(2, 4, 2, 17, 19)))
+    problem = problems.random(made.spec, Sizes(2, 4, 2, 1, 140), new_tokens=2)
+    assert not problems.decode_failures(op, made.spec, problem, (140, 90), 2)
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
 @pytest.mark.parametrize("stages", MIXTURES.values(), ids=MIXTURES)
 def test_documents(backend: str, stages: dict[str, Any], folder: Path) -> None:
     """A document without keys has its sink."""
