@@ -213,7 +213,7 @@ def mta_strip_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
         new_peak = tl.maximum(peak, tl.max(c, 1))
         total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(c - new_peak[:, None]), 1)
         peak = new_peak
-    log_sum = peak + tl.log2(total)
+    log_sum = tl.where(exists, peak + tl.log2(total), float("inf"))
     lse = lse_ptr + (b * n_heads + h) * n_q + first + r
     if r >= skip:
         tl.store(lse, log_sum * 0.6931471805599453, mask=exists)
@@ -356,7 +356,7 @@ def mta_strip_decode_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
         new_peak = tl.maximum(peak, tl.max(c, 1))
         total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(c - new_peak[:, None]), 1)
         peak = new_peak
-    log_sum = peak + tl.log2(total)
+    log_sum = tl.where(exists, peak + tl.log2(total), float("inf"))
     lse = lse_ptr + (b * n_heads + h) * n_q + first + r
     if (r >= skip) & (section == 0):
         tl.store(lse, log_sum * 0.6931471805599453, mask=exists)
@@ -448,7 +448,7 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
         start = 0
         row = (slot.to(tl.int64) * count + r)[:, None] * pitch
         stats = (b * n_heads + h) * n_q + first + r
-        log_sum = tl.load(lse_ptr + stats, mask=there, other=0.0) * 1.4426950408889634
+        log_sum = tl.where(exists, tl.load(lse_ptr + stats, mask=there, other=0.0) * 1.4426950408889634, float("inf"))
         dot = tl.zeros([BLOCK_H], tl.float32)
         for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
             j = j0 + tl.arange(0, BLOCK_N)[None, :]

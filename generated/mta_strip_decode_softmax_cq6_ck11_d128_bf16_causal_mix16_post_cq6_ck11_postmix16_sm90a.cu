@@ -439,6 +439,14 @@ struct Place {
     return (static_cast<long long>(b) * n_heads + first_head + head_of(n, lane)) * n_q + i;
   }
 
+  // Heads that do not exist get infinite sums, so that their probabilities are zeros. Mixtures multiply these by zeros,
+  // and exponents of scores that do not exist may be large.
+  DEVICE void clear_missing_heads(float (&log_sums)[4], int lane) const {
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+      if (!has(n, lane)) log_sums[n] = INFINITY;
+  }
+
   // The index of section 0 of row r of the n-th of a lane's heads in (slots, count, sections).
   DEVICE long long sums(int n, int r, int count, int lane) const {
     return ((first_slot + head_of(n, lane)) * count + r) * sections;
@@ -581,14 +589,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_softma
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
     const int end = place.has(n, lane) ? end_of_sections : 0;
-    const float merged = merge_log_sums(sums + place.sums(n, r, count, lane), first_section, end, lane);
-    log_sums[n] = place.has(n, lane) ? merged : 0.f;
+    log_sums[n] = merge_log_sums(sums + place.sums(n, r, count, lane), first_section, end, lane);
   }
   if (r >= skip && warp == 0 && lane < 4 && place.section == 0)
 #pragma unroll
     for (int n = 0; n < 4; ++n)
       if (place.has(n, lane)) lse[place.query(n, sequence.query(r), n_q, lane)] = LN_2 * log_sums[n];
 
+  place.clear_missing_heads(log_sums, lane);
 #pragma unroll
   for (int n = 0; n < 4; ++n) log_sums[n] -= LOG2_PROBABILITY_SCALE;  // probabilities come out scaled
   for_blocks<false>(seen, ring, warp, copy, [&](int key, u32 slot) {

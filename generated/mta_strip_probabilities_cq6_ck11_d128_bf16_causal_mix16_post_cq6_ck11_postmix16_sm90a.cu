@@ -423,6 +423,14 @@ struct Place {
   DEVICE long long query(int n, int i, int n_q, int lane) const {
     return (static_cast<long long>(b) * n_heads + first_head + head_of(n, lane)) * n_q + i;
   }
+
+  // Heads that do not exist get infinite sums, so that their probabilities are zeros. Mixtures multiply these by zeros,
+  // and exponents of scores that do not exist may be large.
+  DEVICE void clear_missing_heads(float (&log_sums)[4], int lane) const {
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+      if (!has(n, lane)) log_sums[n] = INFINITY;
+  }
 };
 
 // Works through a warp's blocks of the keys that a row sees. copy(key, slot) begins to copy the block from key `key` on
@@ -539,8 +547,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_probabilities
   float log_sums[4];
 #pragma unroll
   for (int n = 0; n < 4; ++n)
-    log_sums[n] = place.has(n, lane) ? LOG2_E * lse[place.query(n, sequence.query(r), n_q, lane)] : 0.f;
+    if (place.has(n, lane)) log_sums[n] = LOG2_E * lse[place.query(n, sequence.query(r), n_q, lane)];
 
+  place.clear_missing_heads(log_sums, lane);
 #pragma unroll
   for (int n = 0; n < 4; ++n) log_sums[n] -= LOG2_PROBABILITY_SCALE;  // probabilities come out scaled
   for_blocks<false>(seen, ring, warp, copy, [&](int key, u32 slot) {

@@ -530,6 +530,14 @@ struct Place {
   DEVICE long long query(int n, int i, int n_q, int lane) const {
     return (static_cast<long long>(b) * n_heads + first_head + head_of(n, lane)) * n_q + i;
   }
+
+  // Heads that do not exist get infinite sums, so that their probabilities are zeros. Mixtures multiply these by zeros,
+  // and exponents of scores that do not exist may be large.
+  DEVICE void clear_missing_heads(float (&log_sums)[4], int lane) const {
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+      if (!has(n, lane)) log_sums[n] = INFINITY;
+  }
 };
 
 // Works through a warp's blocks of the keys that a row sees. copy(key, slot) begins to copy the block from key `key` on
@@ -664,7 +672,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
 #pragma unroll
     for (int n = 0; n < 4; ++n)
       // lse is a natural logarithm. Probabilities come out times PROBABILITY_SCALE.
-      log_sums[n] = (place.has(n, lane) ? LOG2_E * lse[place.query(n, sequence.query(r), n_q, lane)] : 0.f) - LOG2_PROBABILITY_SCALE;
+      if (place.has(n, lane)) log_sums[n] = LOG2_E * lse[place.query(n, sequence.query(r), n_q, lane)] - LOG2_PROBABILITY_SCALE;
+    place.clear_missing_heads(log_sums, lane);
 
     // For tile i: the operands x (scores) and dy, mixed scores c, PROBABILITY_SCALE times probabilities p, and dp.
     auto load_tile = [&](Operand& x, Operand& dy, Tile& c, Tile& p, Tile& dp, u32 slot, int key, int i, bool edge) {

@@ -68,7 +68,7 @@ def test_all_passes(backend: str, stages: dict[str, Any], what: dict[str, Any], 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 @pytest.mark.parametrize("stages", [MIXTURES["pairs after"], {"kernel": None, "mixed_heads": 2, "post_mixed_heads": 2}])
 def test_large_logits_of_heads_that_do_not_exist(backend: str, stages: dict[str, Any], folder: Path) -> None:
-    """A tile of 16 heads has 4 that exist. exp(40) of the others is infinite in fp16, and a mixture adds zero times it."""
+    """A tile of 16 heads has 4 that exist. exp(40) of the others is infinite in fp16, and mixtures multiply it by 0."""
     made = planned(backend, folder, **stages, logits="s + 40")
     op = assemble(made, torch_on_cpu=False)
     assert not problems.failures_through_lse(op, made.spec, problems.random(made.spec, Sizes(2, 4, 2, 17, 19)))
