@@ -5,7 +5,8 @@ The driver refuses entry points that the Python bindings look for but it does no
 compute-sanitizer --tool memcheck --report-api-errors no python tests/sanitize.py
 compute-sanitizer --tool racecheck python tests/sanitize.py
 
-An argument, ``convolution`` or ``pipelines``, chooses operators of one convolution before the softmax, or others.
+An argument, ``convolution``, ``pipelines`` or ``heads``, chooses operators of one convolution before the softmax, those
+in strips, or heads that mix on the chip.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Case(NamedTuple):
     stages: dict[str, Any] = {}  # noqa: RUF012  # never changed
 
 
+MIXTURES = {"mixed_heads": 16, "post_mixed_heads": 16}
 CASES = {
     "convolution": (
         Case((6, 11), 64, 200),
@@ -62,6 +64,10 @@ CASES = {
         Case((3, 3), 128, 133, causal=False, heads=10, stages={"mixed_heads": 10, "post_mixed_heads": 2}),
         Case((6, 11), 128, 150, heads=4, group=2, stages={"post_mixed_heads": 2}),
         Case(None, 64, 130, stages={"post_kernel": (3, 5)}),
+    ),
+    "heads": (
+        Case(None, 64, 200, heads=16, stages=MIXTURES),
+        Case(None, 64, 333, heads=16, group=4, stages=MIXTURES),
     ),
 }
 

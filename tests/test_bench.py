@@ -112,7 +112,7 @@ def bench(*arguments: str | Path) -> Result:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", SUITES)
 def test_suites_have_no_case_twice_and_problems_together(name: str, device: str) -> None:
-    if device == "cpu" and name in ("memory", "overhead", "single"):
+    if device == "cpu" and name in ("memory", "overhead", "short", "single"):
         with pytest.raises(InputError, match="on a GPU only"):
             suite(name, device)
         return
@@ -180,6 +180,14 @@ def test_single_suite() -> None:
     assert {(case.spec, case.sizes) for case in cases} == {
         (Spec(PAPER, d), Sizes(1, 1, 1, 4096, 4096)) for d in (64, 128)
     }
+
+
+def test_short_suite() -> None:
+    cases = suite("short", "cuda", head_dims=[64])
+    assert {case.pass_name for case in cases} == set(TRAINING_PASSES)
+    assert {case.sizes for case in cases} == {Sizes(1, 16, 16, n, n) for n in (256, 512, 1024, 2048)}
+    stages = {(case.spec.kernel, case.spec.mixed_heads, case.spec.post_mixed_heads) for case in cases}
+    assert stages == {(PAPER, None, None), (PAPER, 16, 16), (None, 16, 16), (PAPER, None, 2)}
 
 
 def test_overhead_suite() -> None:

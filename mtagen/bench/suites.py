@@ -16,7 +16,7 @@ HEAD_DIMS = (64, 128)
 PAGE_SIZES = (16, 64, 256)
 PATIENCE = 1.0  # seconds of a call, beyond which larger cases are left out
 MAX_MATERIALISED = 8192  # keys, beyond which whole scores are kept only on request
-SUITES = ("quick", "full", "decode", "memory", "overhead", "layers", "data", "single", "scores", "serving")
+SUITES = ("quick", "full", "decode", "memory", "overhead", "layers", "data", "single", "short", "scores", "serving")
 
 # Head dim, rows and batch of what the suite "full" has besides; the last is as the paper's 300M model trains.
 _LARGER_BATCHES = {"cuda": ((128, 4096, 4), (128, 8192, 4), (64, 2048, 8)), "cpu": ()}
@@ -33,6 +33,7 @@ _LENGTHS: dict[str, dict[str, tuple[int, ...]]] = {
         "layers": (2048, 8192),
         "data": (8192, 32768),
         "single": (1024, 2048, 4096, 8192),
+        "short": (256, 512, 1024, 2048),
         "scores": (LENGTH,),
         "serving": (CACHE_LENGTH,),
     },
@@ -101,6 +102,8 @@ def suite(
         found = [*_layers(scale, head_dims, lengths, others)]
     elif name == "data":
         found = [*_data(scale, head_dims, lengths)]
+    elif name == "short":  # one sequence, whose kernels may take less time than the CPU does for a call
+        found = [*_short(scale, head_dims, lengths, paper)]
     elif name == "scores":
         found = [*_scores(scale, head_dims, lengths, kernels or (PAPER, None))]
     elif name == "serving":
@@ -175,6 +178,16 @@ def _layer_specs(heads: int, head_dim: int, dtype: DType) -> Iterator[Spec]:
     yield Spec(None, head_dim, dtype=dtype, mixed_heads=heads, post_mixed_heads=heads)
     yield Spec(PAPER, head_dim, dtype=dtype, post_mixed_heads=2)
     yield Spec(None, head_dim, dtype=dtype)
+
+
+def _short(
+    scale: Scale, head_dims: Sequence[int], lengths: Sequence[int], kernels: Sequence[tuple[int, int] | None]
+) -> Iterator[Case]:
+    """Yield one sequence: of convolutions, and of each layer of the paper's models but plain attention."""
+    for head_dim, n in product(head_dims, lengths):
+        *pipelines, _ = _layer_specs(scale.heads, head_dim, scale.dtype)
+        convolutions = [Spec(kernel, head_dim, dtype=scale.dtype) for kernel in kernels]
+        yield from _passes([*convolutions, *pipelines], scale.training(n, batch=1))
 
 
 def _data(scale: Scale, head_dims: Sequence[int], lengths: Sequence[int]) -> Iterator[Case]:
