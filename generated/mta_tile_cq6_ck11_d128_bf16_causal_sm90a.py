@@ -208,15 +208,15 @@ KERNELS = {
     "decode": {
         "decode_1": (
             "mta_tile_decode_1_cq6_ck11_d128_bf16_causal_sm90a",
-            128, 85504, "PPPPPPPPPqqqqqqqqqiiiiiif",
+            128, 85504, "PPPPPPPPPqqqqqqqqqiiiiiiif",
         ),
         "decode_4": (
             "mta_tile_decode_4_cq6_ck11_d128_bf16_causal_sm90a",
-            128, 97056, "PPPPPPPPPqqqqqqqqqiiiiiif",
+            128, 97056, "PPPPPPPPPqqqqqqqqqiiiiiiif",
         ),
         "decode_8": (
             "mta_tile_decode_8_cq6_ck11_d128_bf16_causal_sm90a",
-            256, 159296, "PPPPPPPPPqqqqqqqqqiiiiiif",
+            256, 159296, "PPPPPPPPPqqqqqqqqqiiiiiiif",
         ),
         "combine": (
             "mta_tile_decode_combine_cq6_ck11_d128_bf16_causal_sm90a",
@@ -454,7 +454,11 @@ def decode(
         cta_heads = -(-group // -(-group // fitting))
         if cta_heads == group:
             break
-    splits = num_splits or _splits(batch * kv_heads * -(-group // cta_heads), n_max, *rule)
+    ctas, keys = batch * kv_heads * -(-group // cta_heads), n_max
+    splits = num_splits or _splits(ctas, keys, *rule)
+    # If the sequences alone keep the memory busy, splits of short ones have as many keys as those of the longest,
+    # because first loads take most of a short split's time. A number that is asked for is that of each sequence.
+    least_keys = -(-keys // splits) if not num_splits and 2 * ctas >= rule[0] else 0
     out = q_tail.new_empty(batch, heads, n_new, 128)
     lse = q_tail.new_empty(batch, heads, n_new, dtype=torch.float32)
     partial = partial_lse = lse  # not written if there is one split
@@ -469,7 +473,7 @@ def decode(
         0 if cache_seqlens is None else cache_seqlens.data_ptr(), out.data_ptr(), lse.data_ptr(), partial.data_ptr(),
         partial_lse.data_ptr(),
         *q_tail.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3],
-        n_max, kv_heads, group, n_new, cta_heads, splits, scale,
+        n_max, kv_heads, group, n_new, cta_heads, splits, least_keys, scale,
     )
     if splits > 1:
         kernels["combine"](

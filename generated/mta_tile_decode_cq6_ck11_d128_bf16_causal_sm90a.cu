@@ -323,6 +323,7 @@ struct Problem {  // the arguments of a kernel, in their order
   int n_new;
   int cta_heads;
   int num_splits;
+  int least_keys;
   float scale;
 };
 
@@ -387,7 +388,8 @@ struct Work {
     first_position = length - n_new;
     // A tile's first output is CK - 1 keys before its first key, so a split reads CK - 1 keys more than it has outputs.
     const int unseen = 0;  // earlier keys are hidden from all new tokens
-    const int span = ceil_div(ceil_div(length - unseen, x.num_splits) + CK - 1, Tile::KEYS) * Tile::KEYS - (CK - 1);
+    const int keys = max(ceil_div(length - unseen, x.num_splits), x.least_keys);
+    const int span = ceil_div(keys + CK - 1, Tile::KEYS) * Tile::KEYS - (CK - 1);
     begin = unseen + split * span, end = min(begin + span, length);
     tiles = begin < end ? ceil_div(end - begin + CK - 1, Tile::KEYS) : 0;
   }
@@ -871,11 +873,12 @@ mta_tile_decode_1_cq6_ck11_d128_bf16_causal_sm90a(
     const Element* q, const Element* k, const Element* v, const float* weight, const int* seqlens, Element* out,
     float* lse, float* partial, float* partial_lse, long long q_stride_b, long long q_stride_h, long long q_stride_n,
     long long k_stride_b, long long k_stride_h, long long k_stride_n, long long v_stride_b, long long v_stride_h,
-    long long v_stride_n, int n_max, int kv_heads, int group, int n_new, int cta_heads, int num_splits, float scale) {
+    long long v_stride_n, int n_max, int kv_heads, int group, int n_new, int cta_heads, int num_splits,
+    int least_keys, float scale) {
   decode<Heads1>({
       q, k, v, weight, seqlens, out, lse, partial, partial_lse, q_stride_b, q_stride_h, q_stride_n, k_stride_b,
       k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, n_max, kv_heads, group, n_new, cta_heads,
-      num_splits, scale
+      num_splits, least_keys, scale
   });
 }
 
@@ -884,11 +887,12 @@ mta_tile_decode_4_cq6_ck11_d128_bf16_causal_sm90a(
     const Element* q, const Element* k, const Element* v, const float* weight, const int* seqlens, Element* out,
     float* lse, float* partial, float* partial_lse, long long q_stride_b, long long q_stride_h, long long q_stride_n,
     long long k_stride_b, long long k_stride_h, long long k_stride_n, long long v_stride_b, long long v_stride_h,
-    long long v_stride_n, int n_max, int kv_heads, int group, int n_new, int cta_heads, int num_splits, float scale) {
+    long long v_stride_n, int n_max, int kv_heads, int group, int n_new, int cta_heads, int num_splits,
+    int least_keys, float scale) {
   decode<Heads4>({
       q, k, v, weight, seqlens, out, lse, partial, partial_lse, q_stride_b, q_stride_h, q_stride_n, k_stride_b,
       k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, n_max, kv_heads, group, n_new, cta_heads,
-      num_splits, scale
+      num_splits, least_keys, scale
   });
 }
 
@@ -897,11 +901,12 @@ mta_tile_decode_8_cq6_ck11_d128_bf16_causal_sm90a(
     const Element* q, const Element* k, const Element* v, const float* weight, const int* seqlens, Element* out,
     float* lse, float* partial, float* partial_lse, long long q_stride_b, long long q_stride_h, long long q_stride_n,
     long long k_stride_b, long long k_stride_h, long long k_stride_n, long long v_stride_b, long long v_stride_h,
-    long long v_stride_n, int n_max, int kv_heads, int group, int n_new, int cta_heads, int num_splits, float scale) {
+    long long v_stride_n, int n_max, int kv_heads, int group, int n_new, int cta_heads, int num_splits,
+    int least_keys, float scale) {
   decode<Heads8>({
       q, k, v, weight, seqlens, out, lse, partial, partial_lse, q_stride_b, q_stride_h, q_stride_n, k_stride_b,
       k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, n_max, kv_heads, group, n_new, cta_heads,
-      num_splits, scale
+      num_splits, least_keys, scale
   });
 }
 

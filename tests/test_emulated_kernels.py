@@ -30,6 +30,7 @@ from mtagen.ops.attention import AttentionOp
 from mtagen.ops.executor import Executor
 from mtagen.planner import get_target
 from mtagen.planner.passes import PASSES, passes_of
+from mtagen.planner.splits import SplitRule
 from mtagen.planner.tile import layout
 from mtagen.planner.tile.references import References
 from mtagen.runtime.load import Passes, plan_key
@@ -421,6 +422,17 @@ def test_decode_of_terms_that_each_token_sees(target: str, spec: Spec, heads: tu
     for new_tokens in range(1, MAX_NEW_TOKENS + 1):
         problem = problems.random(spec, Sizes(2, *heads, 1, 90), new_tokens=new_tokens)
         assert not problems.host_decode_failures(decode, spec, problem, [90, new_tokens + 1], 2)
+
+
+@pytest.mark.parametrize(("target", "spec"), [SM90, SM80], ids=case_id)
+def test_decode_of_lengths_in_splits_of_the_longest(
+    target: str, spec: Spec, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Three sequences fill half of such a GPU.
+    monkeypatch.setattr("mtagen.planner.tile.decode.split_rule", lambda *_: SplitRule(6, 128, 4))
+    decode = host_function(cheapest("decode", spec, get_target(target)), folder, splits=2)
+    problem = problems.random(spec, Sizes(3, 1, 1, 1, 400))
+    assert not problems.host_decode_failures(decode, spec, problem, [400, 150, 230])
 
 
 def test_decode_in_more_splits_than_a_warp_has_lanes(folder: Path) -> None:

@@ -55,6 +55,7 @@ class Call(NamedTuple):
     tile: DecodeTile
     heads: int
     splits: int
+    least_keys: int
     blocks: int
 
 
@@ -75,7 +76,8 @@ class Caller:
         weight = torch.empty(owners * group, *spec.kernel, device="meta")
         first, *merges = self._decode(q, k, k, weight, 1.0, None, splits)
         tile = next(tile for tile in self._plan.tiles if tile.role == first.kernel.role)
-        call = Call(tile, first.arguments["cta_heads"], first.arguments["num_splits"], *first.grid)
+        numbers = (first.arguments[name] for name in ("cta_heads", "num_splits", "least_keys"))
+        call = Call(tile, *numbers, *first.grid)
         assert [merge.kernel.role for merge in merges] == ["combine"] * (call.splits > 1)
         assert all(merge.grid == (owners * group * n_new,) for merge in merges)
         assert all(merge.arguments["num_splits"] == call.splits for merge in merges)
@@ -86,7 +88,7 @@ def test_every_call_has_a_kernel() -> None:
     for plan in plans():
         decode = Caller(plan)
         for group, n_new in itertools.product(GROUPS, range(1, MAX_NEW_TOKENS + 1)):
-            tile, heads, splits, blocks = decode(group, n_new, owners=3)
+            tile, heads, splits, _, blocks = decode(group, n_new, owners=3)
             assert 1 <= heads <= tile.heads
             assert heads * (plan.spec.cq - 1 + n_new) <= tile.rows
             assert heads * n_new <= tile.pairs
@@ -114,6 +116,18 @@ def test_splits_fill_the_gpu() -> None:
     assert decode(1, 1, owners=16, n=1).splits == 1
     assert 1 < decode(1, 1, n=10_000).splits <= 10_000 // tile.keys
     assert decode(1, 1, n=1000, splits=7).splits == 7
+
+
+def test_splits_of_many_sequences() -> None:
+    """They have as many keys as those of the longest sequence, if the sequences alone fill half of the GPU."""
+    plan = cheapest("decode", Spec((6, 11), 128), get_target("sm_90a"))
+    decode, slots = Caller(plan), plan.rule(plan.tiles[0]).slots
+    few, many = (decode(1, 1, owners=owners, n=2**15) for owners in (slots // 2 - 1, slots // 2))
+    assert few.splits > 1
+    assert few.least_keys == 0
+    assert many.splits > 1
+    assert (many.least_keys - 1) * many.splits < 2**15 <= many.least_keys * many.splits
+    assert decode(1, 1, owners=slots, n=2**15, splits=16).least_keys == 0  # so that no other sequence matters
 
 
 @pytest.mark.parametrize("kernel", [(6, 11), (1, 1)])

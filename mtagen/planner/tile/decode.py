@@ -309,7 +309,7 @@ class TileDecode(TilePass):
             *writes("Element", "out", restrict=False),
             *writes("float", "lse", "partial", "partial_lse", restrict=False),  # the same memory if there is one split
             *strides("q", "k", "v"),
-            *numbers("int", "n_max", "kv_heads", "group", "n_new", "cta_heads", "num_splits"),
+            *numbers("int", "n_max", "kv_heads", "group", "n_new", "cta_heads", "num_splits", "least_keys"),
             *numbers("float", "scale"),
         )
         grid = (BATCH * KV_HEADS * ceiling(GROUP / CTA_HEADS) * SPLITS,)

@@ -16,6 +16,14 @@ MUTANTS = (
         (f"{EMULATED}::test_decode",),
     ),
     Mutant(
+        "decode-few-sequences-in-splits-of-the-longest",
+        f"{CUDA}/host.py.j2",
+        "if not num_splits and 2 * ctas >= rule[0] else 0",
+        "if not num_splits else 0",
+        "A few short sequences leave most of the GPU idle.",
+        ("tests/test_tile_decode.py::test_splits_of_many_sequences",),
+    ),
+    Mutant(
         "decode-pages-of-the-item-that-is-awaited",
         f"{CUDA}/decode_loads.cuh",
         "const int next = item + Tile::STAGES - 1;",
