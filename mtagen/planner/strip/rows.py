@@ -214,6 +214,13 @@ class RowKernel(StripSource):
         return "sequence.number, sequence.unseen + sequence.keys, tokens, sequence.key0 - sequence.unseen"
 
     @property
+    def row_of_results(self) -> str:
+        """The number of row r among the log-sum-exps of its head, and how many of them there are: in a decode step
+        those of new tokens only.
+        """
+        return "r - skip, count - skip" if self.decodes else "sequence.query(r), n_q"
+
+    @property
     def moved(self) -> str:
         """What the function of scores adds to positions and keys, which count from key 0 of planes."""
         unseen = "key0" if self.sequence.struct == "Step" else "unseen"
