@@ -1231,7 +1231,8 @@ def mta_strip_decode_values_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
         rows = v + j[:, None].to(tl.int64) * (v_n // 8 * 8)
         values = tl.load(rows, mask=(j < limit)[:, None], other=0.0)
         acc = tl.dot(shares, values, acc)
-    place = (((part * batch + b) * n_heads + h) * n_new + n)[:, None].to(tl.int64) * 64 + d
+    first = ((part * batch + b).to(tl.int64) * n_heads + kv_head * group) * n_new * 64
+    place = first + index[:, None] * 64 + d
     if parts == 1:
         tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=exists)
     else:
