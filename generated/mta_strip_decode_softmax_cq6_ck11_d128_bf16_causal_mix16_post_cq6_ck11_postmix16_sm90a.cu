@@ -424,7 +424,8 @@ struct Place {
   int sections, section, begin;  // of the row: their number; the CTA's own, and its first key
 
   DEVICE Place(int ctas, int b0, int n_heads, int keys) : n_heads(n_heads) {
-    bundle = blockIdx.x / ctas, number = blockIdx.x % ctas;
+    const int cta = gridDim.x - 1 - blockIdx.x;  // from the end, of which L2 holds most
+    bundle = cta / ctas, number = cta % ctas;
     sections = (keys + SECTION - 1) / SECTION, section = number % sections, begin = section * SECTION;
     number /= sections;
     const int bundles = (n_heads + HEADS - 1) / HEADS, sequence = bundle / bundles;

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mtagen
 from mtagen import Plan, PlanError, Spec, plan
-from mtagen.codegen import render
+from mtagen.codegen import cuda, render
 from mtagen.codegen.strip import render as render_module
 from mtagen.planner.choice import GENERATED, candidates
 from mtagen.planner.passes import PASSES
@@ -681,6 +681,12 @@ def test_a_decode_step_divides_rows_into_sections(backend: str) -> None:
         assert five == 5 * one
         if backend == "triton":
             assert SECTION % dict(kernels[role].constants)["BLOCK_N"] == 0
+
+
+def test_the_softmax_of_a_decode_step_begins_where_its_sums_end() -> None:
+    made = StripPass(EVERYTHING, "sm_90a", "decode", "cuda").cuda.values()
+    reversed_roles = {source.role for source in made if "gridDim.x - 1 - blockIdx.x" in cuda.render(source)}
+    assert reversed_roles == {"decode_softmax"}
 
 
 @pytest.mark.parametrize("pass_name", PASSES)

@@ -202,6 +202,15 @@ class RowKernel(StripSource):
         return "sums" if self.formula.only_sums else "lse" if self.role.endswith("softmax") else ""
 
     @property
+    def begins_at_the_end(self) -> bool:
+        """Whether the kernel works through planes from their end, where the kernel before it ended.
+
+        It finds in L2 what that kernel read last. The next kernel, which works from the beginning, finds
+        what this one wrote last.
+        """
+        return self.formula.merges_sums
+
+    @property
     def adds_sink(self) -> bool:
         """Whether the kernel adds sinks to sums of probabilities."""
         return any(argument.name == "sink" for argument in self.kernel.arguments)
