@@ -104,11 +104,11 @@ MUTANTS = (
         (f"{INTERPRETED_STRIP}::test_decode_of_full_caches",),
     ),
     Mutant(
-        "strip-decode-log-sums-of-context",
+        "strip-decode-log-sums-of-every-second-token",
         f"{TRITON}/strip_step.j2",
         '"r - skip", "(count - skip)"',
-        '"r", "(count - skip)"',
-        "The log-sum-exps of a decode step are stored as those of later tokens.",
+        '"(r - skip) // 2", "(count - skip)"',
+        "The log-sum-exps of two tokens of a decode step share a place, and other places hold whatever memory held.",
         (f"{INTERPRETED_STRIP}::test_decode_of_full_caches",),
     ),
     Mutant(
@@ -136,11 +136,11 @@ MUTANTS = (
         (f"{EMULATED_STRIP}::test_step_of_sequences_that_fill_the_cache",),
     ),
     Mutant(
-        "cuda-step-log-sums-of-context",
+        "cuda-step-log-sums-of-every-second-token",
         "mtagen/planner/strip/rows.py",
         '"r - skip, count - skip"',
-        '"r, count - skip"',
-        "The log-sum-exps of a decode step are stored as those of later tokens.",
+        '"(r - skip) / 2, count - skip"',
+        "The log-sum-exps of two tokens of a decode step share a place, and other places hold whatever memory held.",
         (f"{EMULATED_STRIP}::test_softmax_of_a_decode_step",),
     ),
     Mutant(
