@@ -321,43 +321,43 @@ KERNELS = {
     "decode_scores": {
         "decode_scores": (
             "mta_strip_decode_scores_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            256, 82432, "PPPPqqqqqqiiiiiiiiif",
+            256, 82432, "PPPPiqqqqqqiiiiiiiiif",
         ),
     },
     "decode_convolution": {
         "decode_convolution": (
             "mta_strip_decode_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            128, 38016, "PPPPiiiii",
+            128, 38016, "PPPPiiiiii",
         ),
     },
     "decode_post_convolution": {
         "decode_post_convolution": (
             "mta_strip_decode_post_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            128, 25344, "PPPPiiiii",
+            128, 25344, "PPPPiiiiii",
         ),
     },
     "decode_statistics": {
         "decode_statistics": (
             "mta_strip_decode_statistics_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            256, 66560, "PPPiiiiiiiiiP",
+            256, 66560, "PPPiiiiiiiiiPi",
         ),
     },
     "decode_softmax": {
         "decode_softmax": (
             "mta_strip_decode_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            256, 66560, "PPPPPiiiiiiiiiiP",
+            256, 66560, "PPPPPiiiiiiiiiPi",
         ),
     },
     "decode_post_mix": {
         "decode_post_mix": (
             "mta_strip_decode_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            256, 66560, "PPPiiiiiiiiP",
+            256, 66560, "PPPiiiiiiiiPi",
         ),
     },
     "decode_values": {
         "decode_values": (
             "mta_strip_decode_values_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            128, 73728, "PPPPqqqiiiiiiiii",
+            128, 73728, "PPPPPiqqqiiiiiiiii",
         ),
     },
 }
@@ -452,6 +452,23 @@ def mta_strip_gradient_sums_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmi
         )
         result = d_post_weight_ptr + slot.to(tl.int64) * 66 + entry
         tl.store(result, sums, mask=inside)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def mta_strip_decode_outputs_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
+    partial_ptr, out_ptr,
+    splits,
+    PARTS: tl.constexpr = 32, BLOCK: tl.constexpr = 64,
+):
+    """Outputs from their parts: out[row, d] = sum over parts of partial[part, row, d].
+
+    A program owns BLOCK columns of a row, and adds tiles of their parts in order.
+    """
+    row = tl.program_id(0) // 2
+    d = tl.program_id(0) % 2 * BLOCK + tl.arange(0, BLOCK)
+    rows, inside = tl.num_programs(0) // 2, d < 128
+    sums = _sum_of_parts(partial_ptr, row, d, inside, splits, rows, 1, 128, PARTS, BLOCK)
+    tl.store(out_ptr + row.to(tl.int64) * 128 + d, sums.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def _without_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -1381,31 +1398,29 @@ def decode(
         out (B, H, n_new, 128) in the dtype of q_tail, and lse (B, H, n_new) fp32.
     """
     _, kv_heads, n_k, _ = k_cache.shape
-    partial, lse = RECIPES.call(
+    return RECIPES.call(
         _decode,
         (
             q_tail, k_cache, v_cache, weight, head_weight, post_weight, post_head_weight, cache_seqlens,
         ),
         (scale, num_splits,),
     )
-    return partial.sum(0).to(q_tail.dtype), lse[:, :, 10:].contiguous()
 
 
 def _decode(
     call, q_tail, k_cache, v_cache, weight, head_weight, post_weight, post_head_weight, cache_seqlens, scale,
     num_splits,
 ):
-    """Launch the kernels of `decode` by a :class:`Call`. Returns parts of outputs, and log-sum-exps of all rows."""
+    """Launch the kernels of `decode` by a :class:`Call`, and return its results."""
     _, kv_heads, n_k, _ = k_cache.shape
     q, k, v = q_tail, k_cache, v_cache
     batch, n_heads, count, _ = q.shape
     keys = LIMITS.keys_of_step(count, n_k)
-    group, n_new, n_q = n_heads // kv_heads, count - 10, count
+    group, n_new = n_heads // kv_heads, count - 10
     first, off, skip, valid = 0, 0, 10, 5
-    seqlens = cache_seqlens
-    if seqlens is None:
-        seqlens = call.workspace("lengths", (batch,), torch.int32)
-        call.run(torch.Tensor.fill_, seqlens, n_k)
+    has_seqlens = int(cache_seqlens is not None)
+    # Without lengths only the type matters.
+    seqlens = cache_seqlens if has_seqlens else call.workspace("lengths", (1,), torch.int32)
     pitch = triton.cdiv(keys, 256) * 256
     split = 1024 if num_splits is None else triton.cdiv(triton.cdiv(keys, num_splits), 64) * 64
     splits = triton.cdiv(keys, split)
@@ -1415,9 +1430,9 @@ def _decode(
         "decode_post_mix", "decode_values",
     ):
         kernels |= LOADED[name].get(call.device.index) or load(name, call.device)
-    lse = call.result((batch, n_heads, count), torch.float32)
-    call.run(torch.Tensor.fill_, lse, float("-inf"))
-    partial = call.result((splits, batch, n_heads, n_new, 128), torch.float32)
+    out = call.result((batch, n_heads, n_new, 128), q.dtype)
+    lse = call.result((batch, n_heads, n_new), torch.float32)
+    partial = call.workspace("parts of outputs", (splits, *out.shape), torch.float32)
     sequence_bytes = 3 * n_heads * count * pitch * 2
     sequences = max(1, 1073741824 // sequence_bytes)
     for b0 in range(0, batch, sequences):
@@ -1431,6 +1446,7 @@ def _decode(
             kernels["decode_scores"],
             (-(-count // 32) * (-(-keys // 512)) * slots,),
             q, k, scores, seqlens,
+            has_seqlens,
             *q.stride()[:3], *k.stride()[:3],
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
         )
@@ -1438,7 +1454,7 @@ def _decode(
             kernels["decode_convolution"],
             (-(-(count - 5) // 6) * (-(-keys // 2048)) * slots,),
             scores, weight, convolved, seqlens,
-            count, keys, pitch, n_heads, b0,
+            has_seqlens, count, keys, pitch, n_heads, b0,
         )
         sums = call.workspace("sums of sections", (slots, count, triton.cdiv(keys, 2048)), torch.float32)
         call.launch(
@@ -1447,21 +1463,23 @@ def _decode(
             convolved, sums, head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0, valid,
             seqlens,
+            has_seqlens,
         )
         shares = convolved.view(torch.float16)
         call.launch(
             kernels["decode_softmax"],
             (-(-keys // 2048) * (-(-n_heads // 16)) * (b1 - b0) * (count - 5),),
             convolved, sums, lse, shares, head_weight,
-            count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
+            count, keys, off, first, skip, pitch, n_heads, b0, valid,
             seqlens,
+            has_seqlens,
         )
         unmixed, shares = shares, convolved_shares
         call.launch(
             kernels["decode_post_convolution"],
             (-(-keys // 2048) * (-(-count // 2) - 5) * slots,),
             unmixed, post_weight, shares, seqlens,
-            count, keys, pitch, n_heads, b0,
+            has_seqlens, count, keys, pitch, n_heads, b0,
         )
         unmixed, shares = shares, shares.view(q.dtype)
         call.launch(
@@ -1470,12 +1488,23 @@ def _decode(
             unmixed, shares, post_head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0,
             seqlens,
+            has_seqlens,
         )
         call.launch(
             kernels["decode_values"],
             (-(-(group * n_new) // 16) * (b1 - b0) * kv_heads * splits,),
-            shares, v, seqlens, partial,
+            shares, v, partial, out, seqlens,
+            has_seqlens,
             *v.stride()[:3],
             count, keys, pitch, n_heads, group, b0, n_new, batch, split,
         )
-    return partial, lse
+    if splits > 1:
+        grid = (2 * batch * n_heads * n_new,)
+        call.launch(
+            mta_strip_decode_outputs_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
+            partial, out,
+            splits,
+            num_warps=4, num_stages=1, enable_fp_fusion=True,
+        )
+    return out, lse

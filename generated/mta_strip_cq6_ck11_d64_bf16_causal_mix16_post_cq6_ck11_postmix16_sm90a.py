@@ -135,11 +135,11 @@ def mta_strip_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90
 
 
 @triton.jit(do_not_specialize=[
-    "count", "keys", "off", "first", "skip", "pitch", "n_heads", "group", "b0", "factor",
+    "has_seqlens", "count", "keys", "off", "first", "skip", "pitch", "n_heads", "group", "b0", "factor",
 ])
 def mta_strip_decode_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_desc, y_desc, plane_desc, seqlens_ptr,
-    count, keys, off, first, skip, pitch, n_heads, group, b0, factor,
+    has_seqlens, count, keys, off, first, skip, pitch, n_heads, group, b0, factor,
     BLOCK_M: tl.constexpr = 32, BLOCK_N: tl.constexpr = 128, CHUNK: tl.constexpr = 512, D: tl.constexpr = 64,
 ):
     """Scaled scores: plane[slot, r, j] = factor * q[r] . k[j], of queries that exist.
@@ -154,7 +154,7 @@ def mta_strip_decode_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
     r0 = tl.program_id(0) % blocks * BLOCK_M
     b = b0 + slot // n_heads
     h = slot % n_heads
-    length = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    length = tl.minimum(tl.load(seqlens_ptr + b, mask=has_seqlens != 0, other=keys), keys)
     key0 = 0
     limit = length - key0
     off = limit - count
@@ -242,10 +242,12 @@ def mta_strip_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16
         tl.store(out_ptr + rows + j0 + n, zeros, mask=(r < count)[:, None])
 
 
-@triton.jit(do_not_specialize=["b0", "count", "keys", "off", "first", "skip", "pitch", "n_heads"])
+@triton.jit(do_not_specialize=[
+    "has_seqlens", "b0", "count", "keys", "off", "first", "skip", "pitch", "n_heads",
+])
 def mta_strip_decode_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_desc, weight_ptr, out_ptr, seqlens_ptr,
-    b0, count, keys, off, first, skip, pitch, n_heads,
+    has_seqlens, b0, count, keys, off, first, skip, pitch, n_heads,
     BLOCK_M: tl.constexpr = 32, BLOCK_N: tl.constexpr = 32, WINDOW: tl.constexpr = 64, CHUNK: tl.constexpr = 512,
 ):
     """The convolution before the softmax.
@@ -267,7 +269,7 @@ def mta_strip_decode_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_po
     w = tl.arange(0, WINDOW)
     b = b0 + slot // n_heads
     rows = (slot.to(tl.int64) * count + r)[:, None] * pitch
-    length = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    length = tl.minimum(tl.load(seqlens_ptr + b, mask=has_seqlens != 0, other=keys), keys)
     key0 = 0
     limit = length - key0
     off = limit - count
@@ -475,10 +477,12 @@ def mta_strip_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
         tl.store(out_ptr + rows + j0 + n, zeros, mask=(r < count)[:, None])
 
 
-@triton.jit(do_not_specialize=["b0", "count", "keys", "off", "first", "skip", "pitch", "n_heads"])
+@triton.jit(do_not_specialize=[
+    "has_seqlens", "b0", "count", "keys", "off", "first", "skip", "pitch", "n_heads",
+])
 def mta_strip_decode_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_desc, post_weight_ptr, out_ptr, seqlens_ptr,
-    b0, count, keys, off, first, skip, pitch, n_heads,
+    has_seqlens, b0, count, keys, off, first, skip, pitch, n_heads,
     BLOCK_M: tl.constexpr = 32, BLOCK_N: tl.constexpr = 32, WINDOW: tl.constexpr = 64, CHUNK: tl.constexpr = 512,
 ):
     """The convolution after the softmax.
@@ -500,7 +504,7 @@ def mta_strip_decode_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck
     w = tl.arange(0, WINDOW)
     b = b0 + slot // n_heads
     rows = (slot.to(tl.int64) * count + r)[:, None] * pitch
-    length = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    length = tl.minimum(tl.load(seqlens_ptr + b, mask=has_seqlens != 0, other=keys), keys)
     key0 = 0
     limit = length - key0
     off = limit - count
@@ -746,11 +750,14 @@ def mta_strip_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm
         tl.store(out_ptr + row + j, zeros, mask=exists[:, None])
 
 
-@triton.jit(do_not_specialize=["count", "keys", "off", "first", "skip", "pitch", "n_heads", "b0", "valid"])
+@triton.jit(do_not_specialize=[
+    "count", "keys", "off", "first", "skip", "pitch", "n_heads", "b0", "valid", "has_seqlens",
+])
 def mta_strip_decode_statistics_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_ptr, sums_ptr, head_weight_ptr,
     count, keys, off, first, skip, pitch, n_heads, b0, valid,
     seqlens_ptr,
+    has_seqlens,
     HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 256, SECTION: tl.constexpr = 2048,
 ):
     """Sums of rows for their softmax, over the keys of a section.
@@ -774,7 +781,7 @@ def mta_strip_decode_statistics_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_pos
     exists = (hh < HEADS) & (h < n_heads)
     slot = bundle // bundles * n_heads + h
     b = b0 + bundle // bundles
-    length = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    length = tl.minimum(tl.load(seqlens_ptr + b, mask=has_seqlens != 0, other=keys), keys)
     key0 = 0
     limit = length - key0
     off = limit - count
@@ -804,12 +811,13 @@ def mta_strip_decode_statistics_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_pos
 
 
 @triton.jit(do_not_specialize=[
-    "count", "keys", "off", "first", "skip", "pitch", "n_heads", "b0", "n_q", "valid",
+    "count", "keys", "off", "first", "skip", "pitch", "n_heads", "b0", "valid", "has_seqlens",
 ])
 def mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_ptr, sums_ptr, lse_ptr, out_ptr, head_weight_ptr,
-    count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
+    count, keys, off, first, skip, pitch, n_heads, b0, valid,
     seqlens_ptr,
+    has_seqlens,
     HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 256, SECTION: tl.constexpr = 2048,
     MERGED: tl.constexpr = 32,
 ):
@@ -834,7 +842,7 @@ def mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmi
     exists = (hh < HEADS) & (h < n_heads)
     slot = bundle // bundles * n_heads + h
     b = b0 + bundle // bundles
-    length = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    length = tl.minimum(tl.load(seqlens_ptr + b, mask=has_seqlens != 0, other=keys), keys)
     key0 = 0
     limit = length - key0
     off = limit - count
@@ -861,7 +869,7 @@ def mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmi
         total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(c - new_peak[:, None]), 1)
         peak = new_peak
     log_sum = tl.where(exists, peak + tl.log2(total), float("inf"))
-    lse = lse_ptr + (b * n_heads + h) * n_q + first + r
+    lse = lse_ptr + (b * n_heads + h) * (count - skip) + r - skip
     if (r >= skip) & (section == 0):
         tl.store(lse, log_sum * 0.6931471805599453, mask=exists)
 
@@ -879,11 +887,14 @@ def mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmi
         tl.store(out_ptr + row + j, zeros, mask=exists[:, None])
 
 
-@triton.jit(do_not_specialize=["count", "keys", "off", "first", "skip", "pitch", "n_heads", "b0"])
+@triton.jit(do_not_specialize=[
+    "count", "keys", "off", "first", "skip", "pitch", "n_heads", "b0", "has_seqlens",
+])
 def mta_strip_decode_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_ptr, out_ptr, post_head_weight_ptr,
     count, keys, off, first, skip, pitch, n_heads, b0,
     seqlens_ptr,
+    has_seqlens,
     HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 256, SECTION: tl.constexpr = 2048,
 ):
     """The mixing after the softmax, maybe in place: out = N x, and zeros in rows before `skip`."""
@@ -901,7 +912,7 @@ def mta_strip_decode_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postm
     exists = (hh < HEADS) & (h < n_heads)
     slot = bundle // bundles * n_heads + h
     b = b0 + bundle // bundles
-    length = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    length = tl.minimum(tl.load(seqlens_ptr + b, mask=has_seqlens != 0, other=keys), keys)
     key0 = 0
     limit = length - key0
     off = limit - count
@@ -1182,26 +1193,27 @@ def mta_strip_gradient_sums_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
 
 
 @triton.jit(do_not_specialize=[
-    "v_b", "v_h", "v_n", "count", "keys", "pitch", "n_heads", "group", "b0", "n_new", "batch", "split",
+    "v_b", "v_h", "v_n", "has_seqlens", "count", "keys", "pitch", "n_heads", "group", "b0", "n_new", "batch", "split",
 ])
 def mta_strip_decode_values_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
-    plane_ptr, v_ptr, v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, seqlens_ptr, partial_ptr,
-    count, keys, pitch, n_heads, group, b0, n_new, batch, split,
+    plane_ptr, v_ptr, v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, partial_ptr, out_ptr, seqlens_ptr,
+    has_seqlens, count, keys, pitch, n_heads, group, b0, n_new, batch, split,
     BLOCK_R: tl.constexpr = 16, BLOCK_N: tl.constexpr = 64, DV: tl.constexpr = 64,
 ):
     """Outputs of a part of the keys: partial[part, b, h, n] = sum over j of plane[slot, skip + n, j] v[j].
 
-    A program owns a block of rows of the heads that share values, and a part of `split` keys.
+    A program owns a block of rows of the heads that share values, and a part of `split` keys. The only part is out.
     """
     blocks = tl.cdiv(group * n_new, BLOCK_R)
     pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
-    ctas = tl.num_programs(0) // tl.cdiv(keys, split)  # CTAs of a part of the keys, neighbours in the grid
+    parts = tl.cdiv(keys, split)
+    ctas = tl.num_programs(0) // parts  # CTAs of a part of the keys, neighbours in the grid
     part = tl.program_id(0) // ctas
     kv_heads = n_heads // group
     owner = tl.program_id(0) % ctas // blocks
     b = b0 + owner // kv_heads
     kv_head = owner % kv_heads
-    length = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    length = tl.minimum(tl.load(seqlens_ptr + b, mask=has_seqlens != 0, other=keys), keys)
     key0 = 0
     limit = length - key0
     index = tl.program_id(0) % ctas % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -1219,8 +1231,29 @@ def mta_strip_decode_values_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
         rows = v + j[:, None].to(tl.int64) * (v_n // 8 * 8)
         values = tl.load(rows, mask=(j < limit)[:, None], other=0.0)
         acc = tl.dot(shares, values, acc)
-    place = ((part * batch + b) * n_heads + h) * n_new + n
-    tl.store(partial_ptr + place[:, None].to(tl.int64) * 64 + d, acc, mask=exists)
+    first = ((part * batch + b).to(tl.int64) * n_heads + kv_head * group) * n_new * 64
+    place = first + index[:, None] * 64 + d
+    if parts == 1:
+        tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=exists)
+    else:
+        tl.store(partial_ptr + place, acc, mask=exists)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def mta_strip_decode_outputs_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
+    partial_ptr, out_ptr,
+    splits,
+    PARTS: tl.constexpr = 32, BLOCK: tl.constexpr = 64,
+):
+    """Outputs from their parts: out[row, d] = sum over parts of partial[part, row, d].
+
+    A program owns BLOCK columns of a row, and adds tiles of their parts in order.
+    """
+    row = tl.program_id(0) // 1
+    d = tl.program_id(0) % 1 * BLOCK + tl.arange(0, BLOCK)
+    rows, inside = tl.num_programs(0) // 1, d < 64
+    sums = _sum_of_parts(partial_ptr, row, d, inside, splits, rows, 1, 64, PARTS, BLOCK)
+    tl.store(out_ptr + row.to(tl.int64) * 64 + d, sums.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def _without_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -2179,38 +2212,36 @@ def decode(
         out (B, H, n_new, 64) in the dtype of q_tail, and lse (B, H, n_new) fp32.
     """
     _, kv_heads, n_k, _ = k_cache.shape
-    partial, lse = RECIPES.call(
+    return RECIPES.call(
         _decode,
         (
             q_tail, k_cache, v_cache, weight, head_weight, post_weight, post_head_weight, cache_seqlens,
         ),
         (scale, num_splits,),
     )
-    return partial.sum(0).to(q_tail.dtype), lse[:, :, 10:].contiguous()
 
 
 def _decode(
     call, q_tail, k_cache, v_cache, weight, head_weight, post_weight, post_head_weight, cache_seqlens, scale,
     num_splits,
 ):
-    """Launch the kernels of `decode` by a :class:`Call`. Returns parts of outputs, and log-sum-exps of all rows."""
+    """Launch the kernels of `decode` by a :class:`Call`, and return its results."""
     _, kv_heads, n_k, _ = k_cache.shape
     q, k, v = q_tail, k_cache, v_cache
     batch, n_heads, count, _ = q.shape
     keys = LIMITS.keys_of_step(count, n_k)
-    group, n_new, n_q = n_heads // kv_heads, count - 10, count
+    group, n_new = n_heads // kv_heads, count - 10
     first, off, skip, valid = 0, 0, 10, 5
-    seqlens = cache_seqlens
-    if seqlens is None:
-        seqlens = call.workspace("lengths", (batch,), torch.int32)
-        call.run(torch.Tensor.fill_, seqlens, n_k)
+    has_seqlens = int(cache_seqlens is not None)
+    # Without lengths only the type matters.
+    seqlens = cache_seqlens if has_seqlens else call.workspace("lengths", (1,), torch.int32)
     pitch = triton.cdiv(keys, 256) * 256
     split = 1024 if num_splits is None else triton.cdiv(triton.cdiv(keys, num_splits), 64) * 64
     splits = triton.cdiv(keys, split)
 
-    lse = call.result((batch, n_heads, count), torch.float32)
-    call.run(torch.Tensor.fill_, lse, float("-inf"))
-    partial = call.result((splits, batch, n_heads, n_new, 64), torch.float32)
+    out = call.result((batch, n_heads, n_new, 64), q.dtype)
+    lse = call.result((batch, n_heads, n_new), torch.float32)
+    partial = call.workspace("parts of outputs", (splits, *out.shape), torch.float32)
     sequence_bytes = 3 * n_heads * count * pitch * 2
     sequences = max(1, 1073741824 // sequence_bytes)
     for b0 in range(0, batch, sequences):
@@ -2225,7 +2256,7 @@ def _decode(
             mta_strip_decode_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
             grid,
             _tiles(q, 32, 64), _tiles(k, 128, 64), _tiles(scores, 32, 128), seqlens,
-            count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
+            has_seqlens, count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
             num_warps=4, num_stages=4, enable_fp_fusion=True,
         )
         grid = (triton.cdiv(count, 32) * triton.cdiv(keys, 512) * slots,)
@@ -2233,7 +2264,7 @@ def _decode(
             mta_strip_decode_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
             grid,
             _tiles(scores[:, :, :keys], 32, 64), weight, convolved, seqlens,
-            b0, count, keys, off, first, skip, pitch, n_heads,
+            has_seqlens, b0, count, keys, off, first, skip, pitch, n_heads,
             num_warps=4, num_stages=1, enable_fp_fusion=True,
         )
         sums = call.workspace("sums of sections", (slots, count, triton.cdiv(keys, 2048)), torch.float32)
@@ -2244,6 +2275,7 @@ def _decode(
             convolved, sums, head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0, valid,
             seqlens,
+            has_seqlens,
             num_warps=4, num_stages=3, enable_fp_fusion=True,
         )
         shares = convolved.view(torch.float16)
@@ -2252,8 +2284,9 @@ def _decode(
             mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
             grid,
             convolved, sums, lse, shares, head_weight,
-            count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
+            count, keys, off, first, skip, pitch, n_heads, b0, valid,
             seqlens,
+            has_seqlens,
             num_warps=4, num_stages=3, enable_fp_fusion=True,
         )
         unmixed, shares = shares, convolved_shares
@@ -2262,7 +2295,7 @@ def _decode(
             mta_strip_decode_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
             grid,
             _tiles(unmixed[:, :, :keys], 32, 64), post_weight, shares, seqlens,
-            b0, count, keys, off, first, skip, pitch, n_heads,
+            has_seqlens, b0, count, keys, off, first, skip, pitch, n_heads,
             num_warps=4, num_stages=1, enable_fp_fusion=True,
         )
         unmixed, shares = shares, shares.view(q.dtype)
@@ -2273,14 +2306,24 @@ def _decode(
             unmixed, shares, post_head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0,
             seqlens,
+            has_seqlens,
             num_warps=4, num_stages=3, enable_fp_fusion=True,
         )
         grid = (triton.cdiv(group * n_new, 16) * (b1 - b0) * kv_heads * splits,)
         call.launch(
             mta_strip_decode_values_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
             grid,
-            shares, v, *v.stride()[:3], seqlens, partial,
-            count, keys, pitch, n_heads, group, b0, n_new, batch, split,
+            shares, v, *v.stride()[:3], partial, out, seqlens,
+            has_seqlens, count, keys, pitch, n_heads, group, b0, n_new, batch, split,
             num_warps=4, num_stages=3, enable_fp_fusion=True,
         )
-    return partial, lse
+    if splits > 1:
+        grid = (batch * n_heads * n_new,)
+        call.launch(
+            mta_strip_decode_outputs_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a,
+            grid,
+            partial, out,
+            splits,
+            num_warps=4, num_stages=1, enable_fp_fusion=True,
+        )
+    return out, lse

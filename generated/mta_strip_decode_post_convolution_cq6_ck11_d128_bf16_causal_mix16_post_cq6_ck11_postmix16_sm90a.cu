@@ -188,9 +188,10 @@ struct Step : SequenceRows {
   static constexpr int top = 0;
   int key0;
 
-  // At most `longest` keys of the sequence count.
-  DEVICE Step(int number, int, int, const int* seqlens, int longest, int count, int keys, int first = 0)
-      : SequenceRows{number, first, 0, keys, min(seqlens[number], longest), count} {
+  // At most `longest` keys of the sequence count; without lengths, all of them.
+  DEVICE Step(int number, int, int, const int* seqlens, int has_seqlens, int longest, int count, int keys,
+              int first = 0)
+      : SequenceRows{number, first, 0, keys, has_seqlens ? min(seqlens[number], longest) : longest, count} {
     key0 = HIDES_EARLIER ? max(0, limit - count - SEEN_BEHIND) : 0;
     limit -= key0;
     off = limit - count;
@@ -294,13 +295,13 @@ DEVICE void convolve(float (&c)[ROWS][4], u32 slab, const Toeplitz& toeplitz) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_decode_post_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Source* __restrict__ x, const float* __restrict__ post_weight, Result* __restrict__ out,
-    const int* __restrict__ seqlens, int count, int keys, int pitch, int n_heads, int b0) {
+    const int* __restrict__ seqlens, int has_seqlens, int count, int keys, int pitch, int n_heads, int b0) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int walks = (keys + WALK * KEYS - 1) / (WALK * KEYS), blocks = (count - FIRST_ROW + ROWS - 1) / ROWS;
   const int slot = blockIdx.x / (walks * blocks), r0 = FIRST_ROW + blockIdx.x / walks % blocks * ROWS;
-  const Sequence sequence(b0 + slot / n_heads, r0, ROWS, seqlens, keys, count, keys);
+  const Sequence sequence(b0 + slot / n_heads, r0, ROWS, seqlens, has_seqlens, keys, count, keys);
   const int begin = blockIdx.x % walks * (WALK * KEYS), end = min(begin + WALK * KEYS, sequence.limit);
   const int position = sequence.position(r0);
   x += (static_cast<long long>(slot) * count + r0 - (CQ - 1)) * pitch;

@@ -232,9 +232,10 @@ struct Step : SequenceRows {
   static constexpr int top = 0;
   int key0;
 
-  // At most `longest` keys of the sequence count.
-  DEVICE Step(int number, int, int, const int* seqlens, int longest, int count, int keys, int first = 0)
-      : SequenceRows{number, first, 0, keys, min(seqlens[number], longest), count} {
+  // At most `longest` keys of the sequence count; without lengths, all of them.
+  DEVICE Step(int number, int, int, const int* seqlens, int has_seqlens, int longest, int count, int keys,
+              int first = 0)
+      : SequenceRows{number, first, 0, keys, has_seqlens ? min(seqlens[number], longest) : longest, count} {
     key0 = HIDES_EARLIER ? max(0, limit - count - SEEN_BEHIND) : 0;
     limit -= key0;
     off = limit - count;
@@ -471,7 +472,7 @@ DEVICE void for_blocks(VisibleKeys seen, u32 ring, int warp, Copy copy, Work wor
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Score* x, Element* out, const float* __restrict__ post_head_weight, int count, int keys, int off, int first,
-    int skip, int pitch, int n_heads, int b0, const int* __restrict__ seqlens) {
+    int skip, int pitch, int n_heads, int b0, const int* __restrict__ seqlens, int has_seqlens) {
   extern __shared__ __align__(16) float shared[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const Place place((keys + 2047) / 2048 * (count - 10), b0, n_heads, keys);
@@ -479,7 +480,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_post_m
   const Mixture<Score, 16, false> mix(post_head_weight, place.first_head, place.heads, lane);
 
   auto mix_row = [&](int r) {
-    const Sequence sequence(place.b, r, 1, seqlens, keys, count, keys, first);
+    const Sequence sequence(place.b, r, 1, seqlens, has_seqlens, keys, count, keys, first);
     if (!sequence.has_row(r)) return;
     const Row<const Score> row(x + place.begin, place.first_slot, count, r, pitch, lane);
     const Row<Element> to(out + place.begin, place.first_slot, count, r, pitch, lane);

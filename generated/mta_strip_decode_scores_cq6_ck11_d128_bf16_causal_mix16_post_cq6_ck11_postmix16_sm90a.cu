@@ -242,9 +242,10 @@ struct Step : SequenceRows {
   static constexpr int top = 0;
   int key0;
 
-  // At most `longest` keys of the sequence count.
-  DEVICE Step(int number, int, int, const int* seqlens, int longest, int count, int keys, int first = 0)
-      : SequenceRows{number, first, 0, keys, min(seqlens[number], longest), count} {
+  // At most `longest` keys of the sequence count; without lengths, all of them.
+  DEVICE Step(int number, int, int, const int* seqlens, int has_seqlens, int longest, int count, int keys,
+              int first = 0)
+      : SequenceRows{number, first, 0, keys, has_seqlens ? min(seqlens[number], longest) : longest, count} {
     key0 = HIDES_EARLIER ? max(0, limit - count - SEEN_BEHIND) : 0;
     limit -= key0;
     off = limit - count;
@@ -387,15 +388,15 @@ DEVICE bool visible(int position, int key) { return key <= position; }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_decode_scores_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Element* __restrict__ x, const Element* __restrict__ y, Result* __restrict__ plane,
-    const int* __restrict__ seqlens, long long x_stride_b, long long x_stride_h, long long x_stride_n,
-    long long y_stride_b, long long y_stride_h, long long y_stride_n, int count, int keys, int off, int first,
-    int skip, int pitch, int n_heads, int group, int b0, float factor) {
+    const int* __restrict__ seqlens, int has_seqlens, long long x_stride_b, long long x_stride_h,
+    long long x_stride_n, long long y_stride_b, long long y_stride_h, long long y_stride_n, int count, int keys,
+    int off, int first, int skip, int pitch, int n_heads, int group, int b0, float factor) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const Part part(count, keys, b0, n_heads);
   const int b = part.b, h = part.h, r0 = part.r0;
-  const Sequence sequence(b, r0, ROWS, seqlens, keys, count, keys, first);
+  const Sequence sequence(b, r0, ROWS, seqlens, has_seqlens, keys, count, keys, first);
   const int position = sequence.position(r0), end = min(part.walk + WALK, sequence.keys);
   const VisibleKeys seen = VisibleKeys::of_rows<KEYS>(position, ROWS, part.walk, min(end, sequence.limit));
   x += b * x_stride_b + h * x_stride_h;

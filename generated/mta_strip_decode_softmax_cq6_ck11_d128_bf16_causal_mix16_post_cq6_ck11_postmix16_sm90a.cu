@@ -239,9 +239,10 @@ struct Step : SequenceRows {
   static constexpr int top = 0;
   int key0;
 
-  // At most `longest` keys of the sequence count.
-  DEVICE Step(int number, int, int, const int* seqlens, int longest, int count, int keys, int first = 0)
-      : SequenceRows{number, first, 0, keys, min(seqlens[number], longest), count} {
+  // At most `longest` keys of the sequence count; without lengths, all of them.
+  DEVICE Step(int number, int, int, const int* seqlens, int has_seqlens, int longest, int count, int keys,
+              int first = 0)
+      : SequenceRows{number, first, 0, keys, has_seqlens ? min(seqlens[number], longest) : longest, count} {
     key0 = HIDES_EARLIER ? max(0, limit - count - SEEN_BEHIND) : 0;
     limit -= key0;
     off = limit - count;
@@ -423,7 +424,8 @@ struct Place {
   int sections, section, begin;  // of the row: their number; the CTA's own, and its first key
 
   DEVICE Place(int ctas, int b0, int n_heads, int keys) : n_heads(n_heads) {
-    bundle = blockIdx.x / ctas, number = blockIdx.x % ctas;
+    const int cta = gridDim.x - 1 - blockIdx.x;  // from the end, of which L2 holds most
+    bundle = cta / ctas, number = cta % ctas;
     sections = (keys + SECTION - 1) / SECTION, section = number % sections, begin = section * SECTION;
     number /= sections;
     const int bundles = (n_heads + HEADS - 1) / HEADS, sequence = bundle / bundles;
@@ -567,12 +569,12 @@ DEVICE float merge_log_sums(const float* log_sums, int begin, int end, int lane)
 extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Score* x, const float* __restrict__ sums, float* __restrict__ lse, Score* out,
     const float* __restrict__ head_weight, int count, int keys, int off, int first, int skip, int pitch, int n_heads,
-    int b0, int n_q, int valid, const int* __restrict__ seqlens) {
+    int b0, int valid, const int* __restrict__ seqlens, int has_seqlens) {
   extern __shared__ __align__(16) float shared[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const Place place((keys + 2047) / 2048 * (count - 5), b0, n_heads, keys);
   const int r = count - 1 - place.number;
-  const Sequence sequence(place.b, r, 1, seqlens, keys, count, keys, first);
+  const Sequence sequence(place.b, r, 1, seqlens, has_seqlens, keys, count, keys, first);
   if (!sequence.has_row(r)) return;
   const Row<const Score> row(x + place.begin, place.first_slot, count, r, pitch, lane);
   const Row<Score> to(out + place.begin, place.first_slot, count, r, pitch, lane);
@@ -594,7 +596,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_softma
   if (r >= skip && warp == 0 && lane < 4 && place.section == 0)
 #pragma unroll
     for (int n = 0; n < 4; ++n)
-      if (place.has(n, lane)) lse[place.query(n, sequence.query(r), n_q, lane)] = LN_2 * log_sums[n];
+      if (place.has(n, lane)) lse[place.query(n, r - skip, count - skip, lane)] = LN_2 * log_sums[n];
 
   place.clear_missing_heads(log_sums, lane);
 #pragma unroll

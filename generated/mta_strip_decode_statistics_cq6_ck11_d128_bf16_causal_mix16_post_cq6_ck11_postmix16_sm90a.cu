@@ -184,9 +184,10 @@ struct Step : SequenceRows {
   static constexpr int top = 0;
   int key0;
 
-  // At most `longest` keys of the sequence count.
-  DEVICE Step(int number, int, int, const int* seqlens, int longest, int count, int keys, int first = 0)
-      : SequenceRows{number, first, 0, keys, min(seqlens[number], longest), count} {
+  // At most `longest` keys of the sequence count; without lengths, all of them.
+  DEVICE Step(int number, int, int, const int* seqlens, int has_seqlens, int longest, int count, int keys,
+              int first = 0)
+      : SequenceRows{number, first, 0, keys, has_seqlens ? min(seqlens[number], longest) : longest, count} {
     key0 = HIDES_EARLIER ? max(0, limit - count - SEEN_BEHIND) : 0;
     limit -= key0;
     off = limit - count;
@@ -491,12 +492,12 @@ DEVICE void with_edge(bool edge, Work work) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_statistics_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Score* x, float* __restrict__ sums, const float* __restrict__ head_weight, int count, int keys, int off,
-    int first, int skip, int pitch, int n_heads, int b0, int valid, const int* __restrict__ seqlens) {
+    int first, int skip, int pitch, int n_heads, int b0, int valid, const int* __restrict__ seqlens, int has_seqlens) {
   extern __shared__ __align__(16) float shared[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const Place place((keys + 2047) / 2048 * (count - 5), b0, n_heads, keys);
   const int r = count - 1 - place.number;
-  const Sequence sequence(place.b, r, 1, seqlens, keys, count, keys, first);
+  const Sequence sequence(place.b, r, 1, seqlens, has_seqlens, keys, count, keys, first);
   if (!sequence.has_row(r)) return;
   const Row<const Score> row(x + place.begin, place.first_slot, count, r, pitch, lane);
   const VisibleKeys seen_by_row = sequence.visible_keys(r, valid);

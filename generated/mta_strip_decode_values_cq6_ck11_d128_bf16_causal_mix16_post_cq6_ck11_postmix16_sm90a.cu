@@ -2,7 +2,7 @@
 //
 // Outputs of a decode step, each a sum over the keys of one part:
 // partial[part, b, h, n] = sum over j of plane[slot, count - n_new + n, j] v[b, h / group, j],
-// where a part has `split` keys of the sequence, and the last part has the rest.
+// where a part has `split` keys of the sequence, and the last part has the rest. The only part is out.
 //
 // mta_strip_decode_values_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-(group * n_new) // 16) * (b1 - b0) * kv_heads * splits), 128, 73728>>>
 
@@ -206,9 +206,10 @@ struct Step : SequenceRows {
   static constexpr int top = 0;
   int key0;
 
-  // At most `longest` keys of the sequence count.
-  DEVICE Step(int number, int, int, const int* seqlens, int longest, int count, int keys, int first = 0)
-      : SequenceRows{number, first, 0, keys, min(seqlens[number], longest), count} {
+  // At most `longest` keys of the sequence count; without lengths, all of them.
+  DEVICE Step(int number, int, int, const int* seqlens, int has_seqlens, int longest, int count, int keys,
+              int first = 0)
+      : SequenceRows{number, first, 0, keys, has_seqlens ? min(seqlens[number], longest) : longest, count} {
     key0 = HIDES_EARLIER ? max(0, limit - count - SEEN_BEHIND) : 0;
     limit -= key0;
     off = limit - count;
@@ -335,16 +336,17 @@ DEVICE void multiply(float (&c)[M][N][8], Left a, Right b) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_values_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
-    const Element* __restrict__ plane, const Element* __restrict__ v, const int* __restrict__ seqlens,
-    float* __restrict__ partial, long long v_stride_b, long long v_stride_h, long long v_stride_n, int count,
-    int keys, int pitch, int n_heads, int group, int b0, int n_new, int batch, int split) {
+    const Element* __restrict__ plane, const Element* __restrict__ v, float* __restrict__ partial,
+    Element* __restrict__ out, const int* __restrict__ seqlens, int has_seqlens, long long v_stride_b,
+    long long v_stride_h, long long v_stride_n, int count, int keys, int pitch, int n_heads, int group, int b0,
+    int n_new, int batch, int split) {
   extern __shared__ __align__(1024) float shared[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int all_rows = group * n_new, row_blocks = (all_rows + ROWS - 1) / ROWS, kv_heads = n_heads / group;
   const int row = blockIdx.x % row_blocks * ROWS, rows = min(ROWS, all_rows - row);
   const int parts = (keys + split - 1) / split, part = blockIdx.x / row_blocks % parts;
   const int owner = blockIdx.x / (row_blocks * parts), kv_head = owner % kv_heads, b = b0 + owner / kv_heads;
-  const Sequence sequence(b, count - n_new, n_new, seqlens, keys, count, keys);
+  const Sequence sequence(b, count - n_new, n_new, seqlens, has_seqlens, keys, count, keys);
   const int begin = part * split, end = min(begin + split, sequence.limit);
   const auto values_of_keys = rows_of_keys(sequence, v, v_stride_b, v_stride_h, v_stride_n, b, kv_head);
 
@@ -389,11 +391,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_values
       shared[(warp * ROWS + r) * SUM_ROW + d] = c[m][0][e];
     }
   __syncthreads();
-  partial += ((static_cast<long long>(part) * batch + b) * n_heads * n_new + kv_head * all_rows + row) * DV;
+  const long long first_result =
+      ((static_cast<long long>(part) * batch + b) * n_heads * n_new + kv_head * all_rows + row) * DV;
   for (int i = threadIdx.x; i < rows * DV; i += THREADS) {
     float sum = 0.f;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) sum += shared[(w * ROWS + i / DV) * SUM_ROW + i % DV];
-    partial[i] = sum;
+    if (parts == 1)
+      out[first_result + i] = static_cast<Element>(sum);
+    else
+      partial[first_result + i] = sum;
   }
 }

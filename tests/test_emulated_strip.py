@@ -80,6 +80,12 @@ class Strip(NamedTuple):
         return slice(key0, key0 + self.keys)
 
     @property
+    def is_full(self) -> bool:
+        """Whether it is a decode step of sequences that fill the cache. Kernels get no lengths of it."""
+        ends = {n + key0 for n, key0 in zip(self.lengths, self.before or [0] * len(self.lengths), strict=True)}
+        return ends == {self.n_k}
+
+    @property
     def slots(self) -> int:
         """Planes, one for each head of each sequence."""
         return self.sequences * self.heads
@@ -165,6 +171,8 @@ def run(
     named = strip._asdict() | {"n_heads": strip.heads, "pitch": pitch_of(source.spec, strip)} | values
     if strip.lengths:
         lengths = torch.tensor(strip.lengths) + torch.tensor(strip.before or 0)
+        named["has_seqlens"] = int(not strip.is_full)
+        lengths = torch.full_like(lengths, -1) if strip.is_full else lengths  # which nobody reads
         named["seqlens"] = torch.cat([torch.full((strip.b0,), -1), lengths]).int()
         named["n_k"] = strip.n_k
     given = [named[argument.name] for argument in kernel.arguments]
@@ -349,6 +357,14 @@ def steps(spec: Spec, heads: int, sizes: Iterable[tuple[int, int]] = ((1, 1), (2
             before, keys = [max(0, min(n, n_k) - count - spec.left) for n in lengths], min(n_k, count + spec.left)
         own = [n - key0 for n, key0 in zip(lengths, before, strict=True)]
         yield Strip(heads, count, keys, 0, 0, skip, valid, len(own), 1, tuple(own), tuple(before))
+
+
+def full_step(spec: Spec, heads: int) -> Strip:
+    """A decode step of sequences that fill the cache, which a window's planes hold the end of."""
+    count, n_k = spec.context + 2, spec.context + 70
+    keys = n_k if spec.left is None else count + spec.left
+    skip, valid = spec.context, spec.context - Stages(spec).post_context
+    return Strip(heads, count, keys, 0, 0, skip, valid, 2, 1, (keys, keys), (n_k - keys,) * 2)
 
 
 STEPS = CONVOLUTIONS | {
@@ -559,7 +575,7 @@ def values(
     checked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Sums (parts, sequences of the call, heads, new tokens, dv) that the kernel makes, NaN at first, and its own ones
-    as they should be."""
+    as they should be: outputs, if there is one part."""
     source, dtype = source_of(spec, "decode_values", target), TORCH_DTYPES[spec.dtype]
     n_new = strip.count - strip.skip
     dv, batch, parts = spec.value_head_dim, strip.b0 + strip.sequences + 1, -(-strip.keys // split)
@@ -571,14 +587,18 @@ def values(
         own[i, :, length:] = torch.nan
         v[strip.b0 + i, :, strip.of_sequence(i)] = own[i].to(dtype)
     partial = torch.full((parts, batch, heads, n_new, dv), torch.nan)
+    out = torch.full_like(partial[:1], torch.nan, dtype=dtype)
     numbers = {"group": heads // kv_heads, "n_new": n_new, "batch": batch, "split": split}
     numbers |= {f"v_stride_{axis}": v.stride(i) for i, axis in enumerate("bhn")}
     plane = planes(shares, dtype, spec, strip)
-    run(source, strip, folder, seed, checked=checked, plane=plane, v=v, partial=partial, **numbers)
+    run(source, strip, folder, seed, checked=checked, plane=plane, v=v, partial=partial, out=out, **numbers)
     a = shares[:, strip.skip :].view(strip.sequences, heads, n_new, -1).nan_to_num()
     b = own.nan_to_num().repeat_interleave(heads // kv_heads, 1)
     pieces = zip(a.split(split, -1), b.split(split, -2), strict=True)
-    return partial, torch.stack([x @ y for x, y in pieces])
+    sums = torch.stack([x @ y for x, y in pieces])
+    made, unused = (out, partial) if parts == 1 else (partial, out)
+    assert unused.isnan().all()
+    return made, sums.to(made.dtype).double()
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "spec"), VALUES.values(), ids=VALUES)
@@ -654,7 +674,8 @@ class Rows:
 
     def __init__(self, spec: Spec, strip: Strip) -> None:
         self.spec, self.strip, self.stages = spec, strip, Stages(spec)
-        self.n_q = strip.first + strip.count + 3
+        # In a decode step, log-sum-exps of new tokens only
+        self.n_q = strip.count - strip.skip if strip.lengths else strip.first + strip.count + 3
         shape = (strip.slots, strip.count, strip.keys)
         self.seen = strip.seen(spec) & (torch.arange(strip.count) >= strip.valid)[:, None]
         self.weights = {
@@ -785,10 +806,10 @@ def assert_softmax(rows: Rows, folder: Path, seed: int = 0) -> None:
     needed = strip.valid if strip.lengths else 0  # the first row that is
     kept, dtype = out[:, needed:, : strip.keys], "fp16" if separate else rows.spec.dtype
     assert_close(kept.where(strip.used, 0), expected[:, needed:], terms[:, needed:], dtype)
-    own = rows.own(lse).reshape(rows.lse.shape)
-    torch.testing.assert_close(own[:, strip.skip :].double(), rows.lse[:, strip.skip :], atol=1e-5, rtol=1e-6)
-    assert own[:, : strip.skip].isnan().all()  # a strip before has these
-    assert lse.isnan().sum() == lse.numel() - strip.slots * (strip.count - strip.skip)
+    own, outputs = rows.own(lse).reshape(strip.slots, -1), strip.count - strip.skip
+    torch.testing.assert_close(own[:, -outputs:].double(), rows.lse[:, strip.skip :], atol=1e-5, rtol=1e-6)
+    assert own[:, :-outputs].isnan().all()  # a strip before has these, and a decode step none
+    assert lse.isnan().sum() == lse.numel() - strip.slots * outputs
 
 
 def assert_softmax_backward(rows: Rows, folder: Path, seed: int = 0) -> None:
@@ -929,6 +950,25 @@ def test_post_mix(heads: int, spec: Spec, folder: Path) -> None:
         expected = rows.mix("post_head_weight", rows.x) / PROBABILITY_SCALE
         needed = not strip.lengths or (torch.arange(strip.count)[:, None] >= strip.skip) & strip.used
         assert_planes(rows.post_mix(folder, seed), expected, strip, needed)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (40, -1)])
+def test_step_of_sequences_that_fill_the_cache(window: tuple[int, int], folder: Path) -> None:
+    """Kernels get no lengths of them."""
+    spec = Spec((3, 3), 64, mixed_heads=2, post_kernel=(2, 5), post_mixed_heads=2, window=window)
+    strip = full_step(spec, 2)
+    assert strip.is_full
+    assert_planes(*product("decode_scores", spec, "sm_90a", strip, folder)[:2], strip, strip.seen(spec))
+    for case in (Case(spec, strip, stage) for stage in Stages(spec).convolutions):
+        needed = torch.arange(strip.count)[:, None] >= (strip.skip if case.stage.final else strip.valid)
+        assert_planes(case.convolve(folder), case.stage.factor * case.y * case.seen, strip, needed)
+    assert_softmax(Rows(spec, strip), folder)
+    rows = Mixed(spec, strip)
+    needed = torch.arange(strip.count)[:, None] >= strip.skip
+    assert_planes(rows.post_mix(folder), rows.mix("post_head_weight", rows.x) / PROBABILITY_SCALE, strip, needed)
+    for split in (64, 1024):
+        sums, expected = values(2, 1, spec, strip, split, folder)
+        assert torch.equal(sums[:, strip.b0 : -1].double(), expected)
 
 
 @pytest.mark.parametrize(("heads", "spec"), separate, ids=str)

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mtagen
 from mtagen import Plan, PlanError, Spec, plan
-from mtagen.codegen import render
+from mtagen.codegen import cuda, render
 from mtagen.codegen.strip import render as render_module
 from mtagen.planner.choice import GENERATED, candidates
 from mtagen.planner.passes import PASSES
 from mtagen.planner.sizes import B0, B1, COUNT, KEYS, N_HEADS, SLOTS
 from mtagen.planner.strip.documents import RECORD
-from mtagen.planner.strip.kernels import SECTION, decode_rows
+from mtagen.planner.strip.kernels import SECTION, SPLIT, SUMS, decode_rows
 from mtagen.planner.strip.module import StripModule
 from mtagen.planner.strip.passes import CUDA_OVER_TRITON, StripPass
 from mtagen.planner.strip.planes import PlaneConvolution, PlaneGradient, plane_kernels
@@ -103,8 +103,8 @@ def test_mixtures_that_share_no_bundle_have_kernels_of_their_own() -> None:
     """Of 48 heads before and 36 after, 144 mix with each other."""
     forward, backward, decode = (StripPass(TOO_MANY, "sm_90a", name).kernels for name in PASSES)
     assert [kernel.role for kernel in forward] == ["scores", "softmax", "post_mix"]
-    roles = ["decode_scores", "decode_statistics", "decode_softmax", "decode_post_mix", "decode_values"]
-    assert [kernel.role for kernel in decode] == roles
+    roles = ["scores", "statistics", "softmax", "post_mix", "values", "outputs"]
+    assert [kernel.role for kernel in decode] == [f"decode_{role}" for role in roles]
     assert {"probabilities", "post_mix_backward"} <= {kernel.role for kernel in backward}
     heads = {kernel.role: dict(kernel.constants)["HEADS"] for kernel in forward[1:]}
     assert heads == {"softmax": 48, "post_mix": 36}
@@ -231,6 +231,9 @@ def test_which_windows_fit_slabs() -> None:
 # Recipes.
 
 
+VIEWS = {"view", "slice", "as_strided", "transpose", "unsqueeze", "alias", "detach", "_unsafe_view"}
+
+
 class Dispatched(TorchDispatchMode):
     """Notes the names of PyTorch's operations."""
 
@@ -255,9 +258,37 @@ def test_a_kernel_makes_the_gradients_of_weights(spec: Spec, monkeypatch: pytest
         exercise(made, module, torch.device("cpu"), "backward")
     last = [launch.kernel.__name__ for launch in launches if "gradient_sums" in launch.kernel.__name__]
     assert last == [launches[-1].kernel.__name__]
-    views = {"view", "slice", "as_strided", "transpose", "unsqueeze", "alias", "detach", "_unsafe_view"}
     memory = {"empty", "new_empty", "new_zeros", "zeros", "zeros_like", "zero_"}
-    assert dispatched.names - views - memory <= {"bmm", "baddbmm", "copy_"}
+    assert dispatched.names - VIEWS - memory <= {"bmm", "baddbmm", "copy_"}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [*PIPELINES, EVERYTHING, Spec(None, 64, mixed_heads=4, dynamic_ranks=(1, 1))],
+    ids=lambda x: plan(x, "cpu").suffix,
+)
+def test_a_decode_step_is_launches_of_kernels(spec: Spec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No operation of PyTorch fills, sums, casts or copies anything; with or without lengths."""
+    module, made = loaded(spec, tmp_path, monkeypatch), plan(spec, "sm_90a", "triton")
+    with recorded(module, run=False) as launches, Dispatched() as dispatched:
+        exercise(made, module, torch.device("cpu"), "decode")
+    assert dispatched.names - VIEWS <= {"empty", "new_empty", "zeros", "zeros_like", "ones"}  # also of arguments
+    kernels = [kernel.name for kernel in made.strip["decode"].kernels]
+    assert {*kernels} == {launch.kernel.__name__ for launch in launches}
+    assert len(launches) == 4 * len(kernels)
+
+
+def test_a_decode_step_of_one_part_sums_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The product with values makes outputs."""
+    spec = Spec(None, 64, mixed_heads=2)
+    module, made = loaded(spec, tmp_path, monkeypatch), plan(spec, "sm_90a", "triton")
+    *kernels, sums = (kernel.name for kernel in made.strip["decode"].kernels)
+    for keys, expected in ((SPLIT, kernels), (SPLIT + 1, [*kernels, sums])):
+        q, k, v = (torch.zeros(1, 2, n, 64, dtype=torch.bfloat16) for n in (1, keys, keys))
+        with recorded(module, run=False) as launches:
+            out, lse = module.decode(q, k, v, torch.zeros(1, 2, 2), 1.0)
+        assert [launch.kernel.__name__ for launch in launches] == expected
+        assert (out.shape, out.dtype, lse.shape) == (q.shape, q.dtype, q.shape[:3])
 
 
 def test_what_calls_share_a_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -526,7 +557,7 @@ def test_cuda_makes_all_kernels_but_a_few(spec: Spec) -> None:
         assert {*roles} == {kernel.role for kernel in StripPass(spec, "sm_90a", name).kernels} | others
         of_rows = ("softmax", "mix", "probabilities", "statistics")
         mixtures = {role for role in roles if spec == TOO_MANY and any(kind in role for kind in of_rows)}
-        assert {*roles} - {*made.cuda} - {"gradient_sums"} == mixtures
+        assert {*roles} - {*made.cuda} - SUMS == mixtures
 
 
 @pytest.mark.parametrize(
@@ -650,6 +681,12 @@ def test_a_decode_step_divides_rows_into_sections(backend: str) -> None:
         assert five == 5 * one
         if backend == "triton":
             assert SECTION % dict(kernels[role].constants)["BLOCK_N"] == 0
+
+
+def test_the_softmax_of_a_decode_step_begins_where_its_sums_end() -> None:
+    made = StripPass(EVERYTHING, "sm_90a", "decode", "cuda").cuda.values()
+    reversed_roles = {source.role for source in made if "gridDim.x - 1 - blockIdx.x" in cuda.render(source)}
+    assert reversed_roles == {"decode_softmax"}
 
 
 @pytest.mark.parametrize("pass_name", PASSES)

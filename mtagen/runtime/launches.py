@@ -25,6 +25,8 @@ from ..planner.plan import Plan
 from ..spec import INTEGERS, MAX_NEW_TOKENS, Argument
 from .loaded import without_recipes
 
+_SPLIT_KEYS = 128  # keys of a decode step that is split in two, because the sum of parts is a kernel, too
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -125,6 +127,8 @@ def exercise(plan: Plan, module: ModuleType, device: torch.device, pass_name: st
     heads = 2 * math.lcm(*spec.mixed.values())
     sizes = {"B": 1, "documents": 1, "H": heads, "Hkv": heads}
     sizes |= dict.fromkeys(("Nq", "Nk", "total_q", "total_k"), spec.cq)
+    if pass_name == "decode":
+        sizes["Nk"] = _SPLIT_KEYS
     dtypes = ARGUMENT_DTYPES | {"q": TORCH_DTYPES[spec.dtype]}
 
     def zeros(argument: Argument, **others: int) -> Tensor:
@@ -158,14 +162,15 @@ def exercise(plan: Plan, module: ModuleType, device: torch.device, pass_name: st
     caches, pages, all_lengths = [k, v], [], [None, lengths]
     if spec.page_size:
         caches = [zeros(argument, Nk=spec.page_size) for argument in spec.arguments[1:3]]
-        pages, all_lengths = [torch.zeros(1, 1, dtype=torch.int32, device=device), 1], [lengths]
+        block_table = torch.zeros(1, -(-_SPLIT_KEYS // spec.page_size), dtype=torch.int32, device=device)
+        pages, all_lengths = [block_table, _SPLIT_KEYS], [lengths]
     for new_tokens in (1, MAX_NEW_TOKENS):
         tail = spec.context + new_tokens
         q_tail = zeros(spec.decode_arguments[0], Nq=tail)
         weights = [*shared, *(zeros(argument, Nq=tail) for argument in learned)]
         for cache_seqlens in all_lengths:
             of_step = [zeros(table, Nq=q_tail.shape[2]) for table in tables]
-            module.decode(q_tail, *caches, *weights, *of_step, 1.0, cache_seqlens, None, *pages)
+            module.decode(q_tail, *caches, *weights, *of_step, 1.0, cache_seqlens, 2, *pages)
 
 
 def exercise_tables(plan: Plan, module: ModuleType, device: torch.device) -> None:

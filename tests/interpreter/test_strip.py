@@ -148,6 +148,16 @@ def test_decode_of_wide_kernels(mask: dict[str, Any], step: tuple[int, tuple[int
     assert_decodes(build(WIDE, **mask), Sizes(4, 4, 1, 1, 29), step)
 
 
+@pytest.mark.usefixtures("memory_starts_as_nan")
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_decode_of_full_caches(mask: dict[str, Any]) -> None:
+    """Without lengths; outputs of one part, and sums of three."""
+    op = build(EVERYTHING, **mask, value_head_dim=80)
+    problem = problems.random(op.plan.spec, Sizes(2, 4, 2, 1, 150), new_tokens=2)
+    for splits in (1, 3):
+        assert not problems.decode_failures(op, op.plan.spec, problem, None, splits)
+
+
 @pytest.mark.parametrize("mask", MASKS[1:], ids=str)
 def test_shorter_than_a_halo(mask: dict[str, Any]) -> None:
     lengths = ((1, 1), (2, 9), (9, 2), (5, 4))

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 
 from ..targets import Target
-from .gradient_sums import ROLE
+from .kernels import SUMS
 
 MEAN_ROW, LONGEST_ROW = 4096, 8192  # mean and largest number of keys that causal rows see in the measurements
 STRIP_ROWS, _STRIP_HEADS = 1024, 16  # rows of a strip and heads in the measurements
@@ -82,4 +82,4 @@ def streamed(role: str, itemsize: int, target: Target) -> float:
 _PLANES = {"scores": 1, "grad_shares": 1, "values": 1, "softmax": 3, "post_mix_backward": 4, "softmax_backward": 6}
 _PLANES |= {"mix_backward": 3, "decode_statistics": 1, "decode_softmax": 2}
 _PLANES |= dict.fromkeys(("outputs", "grad_queries", "grad_keys", "grad_values"), 1)
-_PLANES |= {ROLE: 0}
+_PLANES |= dict.fromkeys(SUMS, 0)

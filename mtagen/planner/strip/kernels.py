@@ -24,7 +24,7 @@ from ..sizes import B0, B1, BATCH, COUNT, GROUP, HEADS, KEYS, KV_HEADS, N_HEADS,
 from ..targets import get_target
 from .documents import PART, TILE
 from .gradient_sums import ROLE, GradientSum, gradient_sums, sizes_of
-from .sequence import by_descriptor, step_keys
+from .sequence import by_descriptor, step_numbers
 from .stages import Convolution, Stages, TokenMixture, block_of
 
 # Keys of a block of a mixing whose matrices depend on tokens, if 16 heads mix: fewer where factors of a high rank, and
@@ -55,6 +55,7 @@ SECTION = 2048  # keys of a section of a row in decode, which has few rows: a mu
 MERGED_SECTIONS = 32  # sections whose sums a program merges at once
 OUTPUT_ROWS = 32  # rows of a block of outputs that are mixed
 VALUE_ROWS, VALUE_KEYS = 16, 64  # tile of the product of a decode step's probabilities with values
+SUMMED_PARTS, SUMMED_COLUMNS = 32, 64  # tile of the parts of a row of a decode step's outputs
 # Keys of a tile of rows of 16 heads, and of kernels that hold gradients, or entries of parameters, of a tile.
 ROW_KEYS, NARROW_ROW_KEYS = 256, 128
 
@@ -80,6 +81,8 @@ _READ_MASK = frozenset(
         *("mix_matrices_backward", "post_mix_matrices_backward"),
     )
 )
+DECODE_OUTPUTS = "decode_outputs"  # role of the kernel that adds up parts of outputs
+SUMS = frozenset((ROLE, DECODE_OUTPUTS))  # roles of kernels that only add up parts, which are always Triton's
 _KEEP_SCALE = numbers("float", "keep_scale")  # factor of probabilities that dropout keeps
 
 
@@ -136,12 +139,13 @@ class _Maker:
     def decode(self) -> Iterator[Kernel]:
         """Yield the kernels of a decode step.
 
-        They are the forward kernels for a few rows of sequences with different lengths, and a
-        product with values. Several programs divide a row into sections of keys, so the softmax first
-        sums the sections: one kernel stores the logarithms of their sums, and another merges them.
+        They are the forward kernels for a few rows of sequences with different lengths, a product with
+        values, and the sum of the parts of its results. Several programs divide a row into sections of
+        keys, so the softmax first sums the sections: one kernel stores the logarithms of their sums, and
+        another merges them.
         """
         stages, spec = self._stages, self._spec
-        lengths, rows = (*pointers("seqlens"), *step_keys(spec)), decode_rows(spec)
+        lengths, rows = (*pointers("seqlens"), *step_numbers(spec)), decode_rows(spec)
         cache = Cache.of(spec).triton_arguments
         yield from map(self._matrices, stages.token_mixes)
         yield self._product("decode_scores", spec.head_dim, rows, (*lengths, *cache))
@@ -153,7 +157,7 @@ class _Maker:
         tensors = ("x", "sums", *self._mix(), *self._parameters)
         yield self._rows("decode_statistics", tensors, stages.heads, COUNT, more)
         tensors = ("x", "sums", "lse", "out", *self._weights(), *self._sink, *self._parameters)
-        yield self._rows("decode_softmax", tensors, stages.heads, COUNT, (*numbers("int32", "n_q"), *more))
+        yield self._rows("decode_softmax", tensors, stages.heads, COUNT, more)
         if stages.token_post_mix:
             yield self._token_mix(stages.token_post_mix, "decode_", lengths)
         elif stages.separate_post_mix:
@@ -164,13 +168,20 @@ class _Maker:
             (
                 *pointers("plane"),
                 *strided("v"),
-                *pointers("seqlens", "partial"),
-                *step_keys(spec),
+                *pointers("partial", "out", "seqlens"),
+                *step_numbers(spec),
                 *cache,
                 *numbers("int32", "count", "keys", "pitch", "n_heads", "group", "b0", "n_new", "batch", "split"),
             ),
             ((B1 - B0) * KV_HEADS * ceiling(GROUP * N_NEW / VALUE_ROWS) * SPLITS,),
             {"BLOCK_R": VALUE_ROWS, "BLOCK_N": VALUE_KEYS, "DV": block_dim(spec.value_head_dim)},
+        )
+        yield self._make(
+            DECODE_OUTPUTS,
+            (*pointers("partial", "out"), *numbers("int32", "splits")),
+            (BATCH * N_HEADS * N_NEW * ceiling(spec.value_head_dim / SUMMED_COLUMNS),),
+            {"PARTS": SUMMED_PARTS, "BLOCK": SUMMED_COLUMNS},
+            stages=1,
         )
 
     def mixed_outputs(self) -> Kernel:

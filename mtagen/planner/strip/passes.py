@@ -16,8 +16,7 @@ from ..tile.forward import TileForward
 from .concatenation import concatenated, rows_of_table
 from .cost import streamed
 from .cuda import cuda_sources
-from .gradient_sums import ROLE
-from .kernels import mixed_outputs, strip_kernels
+from .kernels import SUMS, mixed_outputs, strip_kernels
 from .row_shared import MAX_HEADS
 from .source import Form, StripSource
 from .stages import Stages
@@ -113,7 +112,7 @@ class StripPass(PassPlan):
         if self.spec.is_liftable:
             dense = replace(self, spec=replace(self.spec, packed=False))
             roles = [kernel.role for kernel in (dense.kernels if self.spec.packed else kernels)]
-            if missing := [role for role in roles if role not in dense.cuda and role != ROLE]:
+            if missing := [role for role in roles if role not in dense.cuda and role not in SUMS]:
                 rule = "the cuda backend lacks these kernels, which an unfused backward pass needs"
                 raise PlanError(explain("kernels", missing, rule, "backend='triton'"))
 

@@ -25,7 +25,7 @@ from ..sizes import COUNT, KEYS, SLOTS
 from ..targets import get_target
 from .cost import DRAIN, START, Work
 from .kernels import decode_rows
-from .sequence import step_keys
+from .sequence import step_numbers
 from .source import DECODE, Form, StripSource
 
 WARPS = 8  # multiplying warps
@@ -178,7 +178,7 @@ class ProductKernel(StripSource):
         arguments = (
             *reads("Element", "x", "y"),
             *writes("Result", "plane"),
-            *((*reads("int", "seqlens"), *step_keys(self.spec, "int")) if self.decodes else ()),
+            *((*reads("int", "seqlens"), *step_numbers(self.spec, "int")) if self.decodes else ()),
             *Cache.of(self.spec).cuda_arguments(),
             *strides("x", "y"),
             *self.sequence.arguments("n_heads", "group", "b0"),

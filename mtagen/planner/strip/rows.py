@@ -202,6 +202,15 @@ class RowKernel(StripSource):
         return "sums" if self.formula.only_sums else "lse" if self.role.endswith("softmax") else ""
 
     @property
+    def begins_at_the_end(self) -> bool:
+        """Whether the kernel works through planes from their end, where the kernel before it ended.
+
+        It finds in L2 what that kernel read last. The next kernel, which works from the beginning, finds
+        what this one wrote last.
+        """
+        return self.formula.merges_sums
+
+    @property
     def adds_sink(self) -> bool:
         """Whether the kernel adds sinks to sums of probabilities."""
         return any(argument.name == "sink" for argument in self.kernel.arguments)
@@ -212,6 +221,13 @@ class RowKernel(StripSource):
         if self.sequence.struct != "Packed":
             return "place.b, tokens, tokens, 0"
         return "sequence.number, sequence.unseen + sequence.keys, tokens, sequence.key0 - sequence.unseen"
+
+    @property
+    def row_of_results(self) -> str:
+        """The number of row r among the log-sum-exps of its head, and how many of them there are: in a decode step
+        those of new tokens only.
+        """
+        return "r - skip, count - skip" if self.decodes else "sequence.query(r), n_q"
 
     @property
     def moved(self) -> str:

@@ -20,8 +20,8 @@ _ARGUMENTS = {
     "Batch": ("count", "keys", "off", "first", "key0"),
     "Packed": ("documents", "place0", "count", "skip"),
     "PagedPacked": ("documents", "block_table", "table_width", "place0", "count", "skip"),
-    "Step": ("seqlens", "n_k", "count", "keys", "first"),
-    "PagedStep": ("seqlens", "n_k", "block_table", "table_width", "count", "keys", "first"),
+    "Step": ("seqlens", "has_seqlens", "n_k", "count", "keys", "first"),
+    "PagedStep": ("seqlens", "has_seqlens", "n_k", "block_table", "table_width", "count", "keys", "first"),
 }
 
 
@@ -96,14 +96,14 @@ class StripSequence:
 
 def cache_arguments(spec: Spec) -> tuple[Argument, ...]:
     """Return the arguments of CUDA kernels that read the cache of a decode step: which keys, and where they lie."""
-    return (*step_keys(spec, "int"), *Cache.of(spec).cuda_arguments())
+    return (*step_numbers(spec, "int"), *Cache.of(spec).cuda_arguments())
 
 
-def step_keys(spec: Spec, type: str = "int32") -> tuple[Argument, ...]:
-    """Return the argument for the keys of a cache, which decode kernels need if planes hold a
-    window's keys only.
+def step_numbers(spec: Spec, type: str = "int32") -> tuple[Argument, ...]:
+    """Return the numbers that decode kernels need for the lengths of sequences: whether there are any, or all keys of
+    the cache are in use; and the keys of the cache, if planes hold a window's keys only.
     """
-    return numbers(type, "n_k") if Mask.of(spec).hides_earlier else ()
+    return numbers(type, "has_seqlens", *(["n_k"] if Mask.of(spec).hides_earlier else []))
 
 
 def by_descriptor(spec: Spec, target: str) -> bool:

@@ -19,7 +19,7 @@ from ...spec import Spec
 from ..cuda.toeplitz import CHUNK
 from ..kernel import Kernel, numbers, reads, writes
 from ..sizes import COUNT, KEYS, SLOTS
-from .sequence import step_keys
+from .sequence import step_numbers
 from .slab import Slab
 from .source import DECODE, StripSource
 from .stages import Convolution
@@ -121,7 +121,7 @@ class StepKernel(StripSource):
             *reads("float", self.stage.weight),
             *writes("Result", "out"),
             *reads("int", "seqlens"),
-            *step_keys(self.spec, "int"),
+            *step_numbers(self.spec, "int"),
             *numbers("int", "count", "keys", "pitch", "n_heads", "b0"),
         )
         walks = ceiling(KEYS / (WALK * WARPS * WARP_KEYS))

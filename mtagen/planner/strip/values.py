@@ -98,9 +98,10 @@ class ValuesKernel(StripSource):
     def kernel(self) -> Kernel:
         arguments = (
             *reads("Element", "plane", "v"),
+            *writes("float", "partial"),
+            *writes("Element", "out"),
             *reads("int", "seqlens"),
             *cache_arguments(self.spec),
-            *writes("float", "partial"),
             *strides("v"),
             *numbers("int", "count", "keys", "pitch", "n_heads", "group", "b0", "n_new", "batch", "split"),
         )
@@ -113,7 +114,7 @@ class ValuesKernel(StripSource):
     def legend(self) -> Iterator[str]:
         yield "Outputs of a decode step, each a sum over the keys of one part:"
         yield "partial[part, b, h, n] = sum over j of plane[slot, count - n_new + n, j] v[b, h / group, j],"
-        yield "where a part has `split` keys of the sequence, and the last part has the rest."
+        yield "where a part has `split` keys of the sequence, and the last part has the rest. The only part is out."
 
     @property
     def summary(self) -> str:

@@ -7,9 +7,10 @@
 struct PagedStep : Step {
   const int* table;  // the sequence's pages
 
-  DEVICE PagedStep(int number, int r0, int rows, const int* seqlens, int longest, const int* block_table,
-                   int table_width, int count, int keys, int first = 0)
-      : Step(number, r0, rows, seqlens, longest, count, keys, first), table(block_table + number * table_width) {}
+  DEVICE PagedStep(int number, int r0, int rows, const int* seqlens, int has_seqlens, int longest,
+                   const int* block_table, int table_width, int count, int keys, int first = 0)
+      : Step(number, r0, rows, seqlens, has_seqlens, longest, count, keys, first),
+        table(block_table + number * table_width) {}
 };
 
 template <class Element>

@@ -9,9 +9,10 @@ struct Step : SequenceRows {
   static constexpr int top = 0;
   int key0;
 
-  // At most `longest` keys of the sequence count.
-  DEVICE Step(int number, int, int, const int* seqlens, int longest, int count, int keys, int first = 0)
-      : SequenceRows{number, first, 0, keys, min(seqlens[number], longest), count} {
+  // At most `longest` keys of the sequence count; without lengths, all of them.
+  DEVICE Step(int number, int, int, const int* seqlens, int has_seqlens, int longest, int count, int keys,
+              int first = 0)
+      : SequenceRows{number, first, 0, keys, has_seqlens ? min(seqlens[number], longest) : longest, count} {
     key0 = HIDES_EARLIER ? max(0, limit - count - SEEN_BEHIND) : 0;
     limit -= key0;
     off = limit - count;
