@@ -20,6 +20,7 @@ from mtagen.codegen import cuda
 from mtagen.measure.cases import Sizes
 from mtagen.measure.inputs import Inputs, Sampler
 from mtagen.measure.judge import eager_op, judge
+from mtagen.planner.heads.kernels import OutputsKernel
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("memory_starts_as_nan")]
 
@@ -174,6 +175,13 @@ def test_hidden_numbers(name: str, folder: Path) -> None:
         for edge in hidden.edges(spec, n_q, n_k, cut)
     ]
     assert not hidden.failures(results, call, [edge for edge in edges if edge.kept])
+
+
+def test_scores_further_ahead(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Another number of tiles between scores and products with values, also if there are fewer tiles."""
+    monkeypatch.setattr(OutputsKernel, "lead", 3)
+    for seed, sizes in enumerate((Sizes(1, 16, 16, 3, 5), Sizes(1, 16, 4, 40, 150))):
+        assert not failures(forward(BOTH, folder, seed, checked=True), BOTH, random(BOTH, sizes))
 
 
 def test_strided(folder: Path) -> None:

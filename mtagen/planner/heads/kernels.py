@@ -303,7 +303,7 @@ class OutputsKernel(HeadsKernel):
 
     @cached_property
     def shared(self) -> SharedMap:
-        barriers = 4 * self.depth * HEAD_WARPS + 2 * self.buffers
+        barriers = 2 * self.depth * HEAD_WARPS + 2 * self.buffers
         return SharedMap.of(
             (
                 ("K", self.depth * self.tiles(self.spec.head_dim), 1024),

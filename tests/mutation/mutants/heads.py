@@ -72,7 +72,7 @@ MUTANTS = (
     Mutant(
         "heads-shared-tile-before-it-is-read",
         f"{CUDA}/heads_outputs.cu.j2",
-        "barrier_wait(empty + barrier + BARRIER, (t / STAGES & 1) ^ 1);",
+        "barrier_wait(barrier + EMPTY + BARRIER, (t / STAGES & 1) ^ 1);",
         "",
         "A tile of two head warps is overwritten when the first of them has read it.",
         (f"{EMULATED_HEADS}::test_heads_share_tiles[before and after-16-4]",),
@@ -96,7 +96,7 @@ MUTANTS = (
     Mutant(
         "heads-values-before-they-are-read",
         f"{CUDA}/heads_outputs.cu.j2",
-        "barrier_wait(empty + barrier, (t / STAGES & 1) ^ 1);",
+        "barrier_wait(barrier + EMPTY, (t / STAGES & 1) ^ 1);",
         "",
         "Keys and values of a tile overwrite those that are still multiplied.",
         (f"{EMULATED_HEADS}::test_no_races[before and after]",),
