@@ -20,6 +20,7 @@ from mtagen.codegen import cuda
 from mtagen.measure.cases import Sizes
 from mtagen.measure.inputs import Inputs, Sampler
 from mtagen.measure.judge import eager_op, judge
+from mtagen.planner.heads.kernels import OutputsKernel
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("memory_starts_as_nan")]
 
@@ -123,6 +124,18 @@ def test_chunks_of_a_window(folder: Path) -> None:
     assert not failures(forward(spec, folder), spec, random(spec, Sizes(1, 13, 13, 70, 420)))
 
 
+def with_scores(spec: Spec, heads: int, steps: Tensor) -> Inputs:
+    """Inputs whose scores are about ``steps``, one a key, for all 33 queries and all heads."""
+    inputs = random(spec, Sizes(1, heads, heads, 33, len(steps)))
+    axis = torch.zeros(spec.head_dim)
+    axis[0] = 1.0
+    q = inputs.q * 0.25
+    q[..., 0] = 8.0
+    k = (inputs.k + steps[:, None] * axis).to(inputs.k.dtype)
+    weights = {name: 0.05 * x + torch.eye(x.shape[-1]) for name, x in inputs.weights.items()}
+    return replace(inputs, q=q, k=k, weights=weights)
+
+
 @pytest.mark.parametrize("name", ["before and after", "before, fp16"])
 @pytest.mark.parametrize("slope", [30.0, -30.0])
 def test_scores_far_apart(slope: float, name: str, folder: Path) -> None:
@@ -131,16 +144,19 @@ def test_scores_far_apart(slope: float, name: str, folder: Path) -> None:
     """
     heads, spec = CASES[name]
     spec = replace(spec, causal=False)
-    inputs = random(spec, Sizes(1, heads, heads, 33, 720))  # 45 tiles
-    steps = torch.linspace(-1, 1, 720)[:, None] * slope - 200 + slope
-    axis = torch.zeros(spec.head_dim)
-    axis[0] = 1.0
-    q = inputs.q * 0.25
-    q[..., 0] = 8.0
-    k = (inputs.k + steps * axis).to(inputs.k.dtype)
-    weights = {name: 0.05 * x + torch.eye(x.shape[-1]) for name, x in inputs.weights.items()}
-    moved = replace(inputs, q=q, k=k, weights=weights)
-    assert not failures(forward(spec, folder, chunks=2), spec, moved)
+    inputs = with_scores(spec, heads, torch.linspace(-1, 1, 720) * slope - 200 + slope)  # 45 tiles
+    assert not failures(forward(spec, folder, chunks=2), spec, inputs)
+
+
+def test_scores_jump(folder: Path) -> None:
+    """Sums become infinite within a tile, from one key on. A score that is not a number before still counts."""
+    spec = replace(BOTH, causal=False)
+    inputs = with_scores(spec, 16, torch.where(torch.arange(96) < 53, -150.0, 30.0))
+    run = forward(spec, folder, chunks=1)
+    assert not failures(run, spec, inputs)
+    inputs.k[:, :, 3] = torch.nan
+    _, lse = run(inputs.q, inputs.k, inputs.v, **inputs.weights)
+    assert lse.isnan().all()
 
 
 @pytest.mark.parametrize("name", ["before and after", "13 heads, a window on both sides"])
@@ -159,6 +175,13 @@ def test_hidden_numbers(name: str, folder: Path) -> None:
         for edge in hidden.edges(spec, n_q, n_k, cut)
     ]
     assert not hidden.failures(results, call, [edge for edge in edges if edge.kept])
+
+
+def test_scores_further_ahead(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Another number of tiles between scores and products with values, also if there are fewer tiles."""
+    monkeypatch.setattr(OutputsKernel, "lead", 3)
+    for seed, sizes in enumerate((Sizes(1, 16, 16, 3, 5), Sizes(1, 16, 4, 40, 150))):
+        assert not failures(forward(BOTH, folder, seed, checked=True), BOTH, random(BOTH, sizes))
 
 
 def test_strided(folder: Path) -> None:

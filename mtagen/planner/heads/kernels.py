@@ -196,8 +196,7 @@ class StatisticsKernel(HeadsKernel):
     row_warps = 8
     registers = (168, 88)
     depth: ClassVar[int] = 3  # tiles of keys, and buffers of scores
-    limit: ClassVar[float] = 2.0**20  # of a lane's sum of a tile of a row; beyond it the row gets a new reference
-    voting_rows: ClassVar[int] = 4  # rows of a warp that are compared with the limit together
+    limit: ClassVar[float] = 2.0**20  # of a lane's sum of a row; beyond it the row gets a new reference
 
     @property
     def formula(self) -> str:
@@ -217,7 +216,7 @@ class StatisticsKernel(HeadsKernel):
             (
                 ("K", self.depth * self.tiles(self.spec.head_dim), 1024),
                 ("SCORES", self.depth * self.buffer, 32),
-                ("REFERENCES", self.rows * _NUMBERS, 8),
+                ("REFERENCES", self.rows * _NUMBERS, 16),
                 ("BARRIERS", self.depth * (HEAD_WARPS + 2) * _BARRIER, _BARRIER),
             )
         )
@@ -304,14 +303,14 @@ class OutputsKernel(HeadsKernel):
 
     @cached_property
     def shared(self) -> SharedMap:
-        barriers = 4 * self.depth * HEAD_WARPS + 2 * self.buffers
+        barriers = 2 * self.depth * HEAD_WARPS + 2 * self.buffers
         return SharedMap.of(
             (
                 ("K", self.depth * self.tiles(self.spec.head_dim), 1024),
                 ("V", self.depth * self.tiles(self.spec.value_head_dim), 1024),
                 ("SCORES", self.buffers * self.buffer, 32),
                 ("Q", MAX_HEADS * self.rows * _LINE if self.shares_queries else 0, 32),
-                ("SHIFTS", self.rows * _NUMBERS, 8),
+                ("SHIFTS", self.rows * _NUMBERS, 16),
                 ("BARRIERS", barriers * _BARRIER, _BARRIER),
             )
         )

@@ -27,22 +27,27 @@ DEVICE u32 row_of_heads(u32 buffer, int row, int lane) {
 }
 
 // ---- Numbers of a row, one for each of 16 heads ---------------------------------------------------------------------
+//
+// A lane's 4 heads, as in rows.cuh, are neighbours, so that the lane loads them at once.
 constexpr int NUMBERS = 4 * TILE_HEADS;  // bytes
 
+// Address of the number of an even head, which the next head's number follows.
+DEVICE u32 number_of(u32 numbers, int row, int head) {
+  return numbers + row * NUMBERS + 16 * (head % 8 / 2) + 8 * (head / 8);
+}
+
 // The address at which a lane finds the numbers of its 4 heads, in the row.
-DEVICE u32 numbers_of(u32 numbers, int row, int lane) { return numbers + row * NUMBERS + 8 * (lane & 3); }
+DEVICE u32 numbers_of(u32 numbers, int row, int lane) { return number_of(numbers, row, 2 * (lane & 3)); }
 
 DEVICE void load_numbers(float (&x)[4], u32 at) {
-  u32 low[2], high[2];
-  load_shared(low, at);
-  load_shared(high, at + NUMBERS / 2);
-  x[0] = __uint_as_float(low[0]), x[1] = __uint_as_float(low[1]);
-  x[2] = __uint_as_float(high[0]), x[3] = __uint_as_float(high[1]);
+  u32 bits[4];
+  load_shared(bits, at);
+#pragma unroll
+  for (int n = 0; n < 4; ++n) x[n] = __uint_as_float(bits[n]);
 }
 
 // Eight lanes have the same heads and the same numbers, which one of them stores.
 DEVICE void store_numbers(u32 at, const float (&x)[4], int lane) {
   if (lane >= 4) return;
-  store_shared(at, __float_as_uint(x[0]), __float_as_uint(x[1]));
-  store_shared(at + NUMBERS / 2, __float_as_uint(x[2]), __float_as_uint(x[3]));
+  store_shared(at, __float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
 }

@@ -6,12 +6,28 @@ from ..mutant import CUDA, EMULATED_HEADS, Mutant
 
 MUTANTS = (
     Mutant(
-        "heads-references-of-other-rows",
+        "heads-infinite-sums",
         f"{CUDA}/heads_statistics.cu.j2",
-        "if (!__any_sync(~0u, top > LIMIT)) continue;",
+        "infinite[n] = most == INFINITY;",
+        "infinite[n] = false;",
+        "Sums that have become infinite stay so.",
+        (f"{EMULATED_HEADS}::test_scores_jump",),
+    ),
+    Mutant(
+        "heads-forgotten-nan",
+        f"{CUDA}/heads_statistics.cu.j2",
+        "if (infinite[n] && sum[n] == sum[n])",
+        "if (infinite[n])",
+        "Sums that begin anew forget that a score was not a number.",
+        (f"{EMULATED_HEADS}::test_scores_jump",),
+    ),
+    Mutant(
+        "heads-keys-before-they-are-read",
+        f"{CUDA}/heads_statistics.cu.j2",
+        "barrier_wait(barriers + SCORES + BARRIER * before, stage == 0 ? parity ^ 1 : parity);",
         "",
-        "A row gets a new reference because of another row, whose keys are hidden from it.",
-        (f"{EMULATED_HEADS}::test_hidden_numbers[before and after]",),
+        "A head warp copies keys to a place that other head warps still read.",
+        (f"{EMULATED_HEADS}::test_heads_share_tiles[before and after-16-4]",),
     ),
     Mutant(
         "heads-references-by-all-lanes",
@@ -24,8 +40,8 @@ MUTANTS = (
     Mutant(
         "heads-sums-without-factor",
         f"{CUDA}/heads_statistics.cu.j2",
-        "total[g + i][n] *= factor[n]",
-        "total[g + i][n] *= 1.f",
+        "sum[n] *= exp2_fast(down);",
+        "",
         "Earlier tiles keep the old reference when a row gets a new one.",
         (f"{EMULATED_HEADS}::test_scores_far_apart[30.0-before and after]",),
     ),
@@ -56,7 +72,7 @@ MUTANTS = (
     Mutant(
         "heads-shared-tile-before-it-is-read",
         f"{CUDA}/heads_outputs.cu.j2",
-        "barrier_wait(empty + barrier + BARRIER, (t / STAGES & 1) ^ 1);",
+        "barrier_wait(barrier + EMPTY + BARRIER, (t / STAGES & 1) ^ 1);",
         "",
         "A tile of two head warps is overwritten when the first of them has read it.",
         (f"{EMULATED_HEADS}::test_heads_share_tiles[before and after-16-4]",),
@@ -80,7 +96,7 @@ MUTANTS = (
     Mutant(
         "heads-values-before-they-are-read",
         f"{CUDA}/heads_outputs.cu.j2",
-        "barrier_wait(empty + barrier, (t / STAGES & 1) ^ 1);",
+        "barrier_wait(barrier + EMPTY, (t / STAGES & 1) ^ 1);",
         "",
         "Keys and values of a tile overwrite those that are still multiplied.",
         (f"{EMULATED_HEADS}::test_no_races[before and after]",),
