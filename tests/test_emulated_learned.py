@@ -15,8 +15,10 @@ from test_emulated_kernels import case_id, op_of
 
 from mtagen import PlanError, Spec, plan
 from mtagen.check import failures
+from mtagen.expressions import t5
 from mtagen.measure.cases import Sizes
 from mtagen.planner import get_target
+from mtagen.planner.cuda.score import score_function
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("memory_starts_as_nan")]
 
@@ -85,6 +87,14 @@ def test_tables(target: str, folder: Path) -> None:
     spec = Spec((3, 3), 32, causal=False, **problems.BY_DISTANCE)
     op = op_of(spec, target, folder, 0)
     assert not failures(op, spec, torch.device("cpu"), [Sizes(1, 2, 1, 180, 190)])
+
+
+def test_table_with_one_entry_for_far_keys(folder: Path) -> None:
+    """Warps store the terms of near tiles only, and of the first tile."""
+    spec = Spec((3, 3), 32, logits=t5(8, 20), parameters={"table": "h,8"})
+    assert score_function(spec).same_from == 14
+    op = op_of(spec, "sm_90a", folder, 0)
+    assert not failures(op, spec, torch.device("cpu"), [Sizes(1, 2, 1, 133, 210)])
 
 
 def test_gradients_where_a_table_hides_keys(folder: Path) -> None:

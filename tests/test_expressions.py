@@ -475,6 +475,23 @@ def test_what_places_add() -> None:
     assert not score_function(mtagen.Spec(None, 16, logits="s * (1 + j)")).growth
 
 
+@pytest.mark.parametrize(
+    ("logits", "distance"),
+    [
+        ("s + table[h, max(0, min(8, i - j))]", 8),
+        ("s + 2 * table[h, 0] * table[h, min(8, abs(i - j))] + min(20, i - j) / 4", 20),
+        ("s + table[h, where(i - j < 30, max(0, min(8, i - j)), 3)]", 30),
+        ("s + table[h, where(i - j >= 30, 3, max(0, min(8, i - j)))]", 30),
+        ("s + table[h, max(0, min(8, i - j))] + (i - j) / 4", None),
+        ("s + table[h, max(0, min(8, i - j))] * log(1 + abs(i - j))", None),
+        ("s + table[h, max(0, min(8, 60 - i + j))]", 60),
+        ("s + table[h, min(8, j)]", None),
+    ],
+)
+def test_distance_from_which_on_all_add_the_same(logits: str, distance: int | None) -> None:
+    assert score_function(mtagen.Spec(None, 16, logits=logits, parameters={"table": "h,9"})).same_from == distance
+
+
 def test_tanh_is_fast_in_bf16_only() -> None:
     """The GPU's instruction errs by 2^-11, which is less than the rounding of bf16, and more than that of fp16."""
     for dtype, fast in (("bf16", True), ("fp16", False)):

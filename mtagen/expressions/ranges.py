@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import sympy
 from sympy import Expr
+from sympy.logic.boolalg import Boolean
 
 from .language import ENTRY, HEAD, KEY, POSITION, Floor, Maximum, Minimum, Where
 
@@ -88,6 +89,8 @@ def _range(expr: Expr, distances: Range) -> Range:
         absolute = expr.args[0] == -expr.args[1]
         return max((0.0,) * absolute + tuple(low for low, _ in parts)), max(high for _, high in parts)
     if isinstance(expr, Where):
+        holds = _holds(expr.args[0], distances)
+        parts = parts if holds is None else parts[not holds :][:1]
         return min(low for low, _ in parts), max(high for _, high in parts)
     if type(expr) in _MONOTONE:
         function = _MONOTONE[type(expr)]
@@ -106,6 +109,19 @@ def _range(expr: Expr, distances: Range) -> Range:
         least = 0.0 if int(expr.exp) % 2 == 0 and low < 0 < high else min(ends)
         return least, max(ends)
     return _ALL
+
+
+def _holds(condition: Boolean, distances: Range) -> bool | None:
+    """Return whether a condition holds for all distances of a range or for none; None if neither is known."""
+    if isinstance(condition, (sympy.StrictGreaterThan, sympy.GreaterThan)):
+        condition = condition.reversed
+    if not isinstance(condition, (sympy.StrictLessThan, sympy.LessThan)):
+        return None
+    low, high = _range(condition.lhs - condition.rhs, distances)
+    strict = isinstance(condition, sympy.StrictLessThan)
+    if high < 0 or (high == 0 and not strict):
+        return True
+    return False if low > 0 or (low == 0 and strict) else None
 
 
 def _times(x: float, y: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import inf, prod
@@ -155,6 +156,7 @@ class ScoreFunction:
         rest: ``modify`` without what places add.
         shares_keys: whether kernels should compute what a key adds once for several rows.
         shares_distances: whether kernels should compute what a distance adds once for several pairs.
+        same_from: the least distance from which on all distances add the same; None if none is known.
         views: what the function reads of parameters, in their order.
         sums: the gradients of what it reads.
     """
@@ -168,6 +170,7 @@ class ScoreFunction:
     rest: Expr = SCORE
     shares_keys: bool = False
     shares_distances: bool = False
+    same_from: int | None = None
     views: tuple[View, ...] = ()
     sums: tuple[ParameterSum, ...] = ()
 
@@ -334,6 +337,7 @@ class ScoreStage:
             growth = Integer(0)
         costly = {x for term in added for x in term.atoms(Entry, sympy.Function)}
         shares = any(_dependence(x) != "position" for x in costly)
+        shares_distances = shares and added.of_distance != 0
         modify, modify_backward = map(parts.split, (modify, self._held.modify_backward))
         growth, rest, *in_log2 = map(parts.split, (growth, rest, *(term / sympy.log(2) for term in added)))
         sums = tuple(replace(x, term=parts.split(x.term)) for x in self._held.sums)
@@ -341,7 +345,8 @@ class ScoreStage:
         return ScoreFunction(
             *(parts.all, modify, modify_backward, exponent, growth, added, rest),
             shares_keys=shares and added.of_key != 0,
-            shares_distances=shares and added.of_distance != 0,
+            shares_distances=shares_distances,
+            same_from=_same_from(self.added.of_distance) if shares_distances else None,
             views=self.views,
             sums=sums,
         )
@@ -379,6 +384,29 @@ def _dependence(expr: Expr) -> str:
     if len(places) < 2:
         return "key" if KEY in places else "position"
     return "both" if _counts_keys(expr) else "distance"
+
+
+_FARTHEST = 2**20  # the largest distance that is tried
+
+
+def _same_from(of_distance: Expr) -> int | None:
+    """Return the least distance from which on a function of the distance is known to be constant, if there is one."""
+    expr = of_distance.xreplace({POSITION: language.POSITION, KEY: language.KEY})
+    if not _is_same_from(expr, _FARTHEST):
+        return None
+    return bisect_left(range(_FARTHEST), True, key=lambda distance: _is_same_from(expr, distance))
+
+
+def _is_same_from(expr: Expr, distance: int) -> bool:
+    """Return whether a function of the distance is known to be constant from a distance on."""
+    if not expr.free_symbols & {language.POSITION, language.KEY}:
+        return True
+    if isinstance(expr, Entry):
+        return _is_same_from(expr.args[1], distance)
+    if expr.is_integer:
+        low, high = range_of(expr, (distance, inf))
+        return low == high
+    return (expr.is_Add or expr.is_Mul) and all(_is_same_from(part, distance) for part in expr.args)
 
 
 def _counts_keys(expr: Expr) -> bool:

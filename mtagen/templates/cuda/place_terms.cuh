@@ -20,17 +20,31 @@ DEVICE void store_key_terms(u32 to, const ScoreFunction& function, int key, int 
 // Bytes of the diagonals of a warp whose tile has COLUMNS columns.
 DEVICE constexpr int diagonal_bytes(int columns) { return 4 * (columns + 16); }
 
+// Whether all diagonals of a warp's rows from `position` on and COLUMNS keys from `key` on add the same.
+template <int COLUMNS>
+DEVICE bool add_the_same(int position, int key) {
+  return position - key - (COLUMNS - 1) >= ScoreFunction::SAME_FROM;
+}
+
 // A warp stores what the diagonals of its 16 rows from `position` on and COLUMNS keys from `key` on add.
 template <int COLUMNS>
 DEVICE void store_diagonal_terms(u32 to, const ScoreFunction& function, int position, int key, int lane) {
   constexpr int DIAGONALS = 16 + COLUMNS - 1;
-  __syncwarp();  // the terms of the tile before have been read
+  auto store = [&](auto term) {
 #pragma unroll
-  for (int i = 0; i < DIAGONALS; i += 32) {
-    const int diagonal = i + lane;  // from the last column of the first row on
-    const int distance = position - key - (COLUMNS - 1) + diagonal;
-    const float x = function.of_distance(distance, 0, static_cast<float>(distance));
-    if (diagonal < DIAGONALS) store_shared(to + 4 * diagonal, __float_as_uint(x));
+    for (int i = 0; i < DIAGONALS; i += 32) {
+      const int diagonal = i + lane;  // from the last column of the first row on
+      const float x = term(position - key - (COLUMNS - 1) + diagonal);
+      if (diagonal < DIAGONALS) store_shared(to + 4 * diagonal, __float_as_uint(x));
+    }
+  };
+  auto term_of = [&](int distance) { return function.of_distance(distance, 0, static_cast<float>(distance)); };
+  __syncwarp();  // the terms of the tile before have been read
+  if (add_the_same<COLUMNS>(position, key)) {
+    const float x = term_of(ScoreFunction::SAME_FROM);
+    store([&](int) { return x; });
+  } else {
+    store(term_of);
   }
   __syncwarp();
 }

@@ -160,6 +160,14 @@ MUTANTS = (
         (f"{EMULATED_LEARNED}::test_forward",),
     ),
     Mutant(
+        "place-terms-not-stored-near-the-diagonal",
+        f"{CUDA}/place_terms.cuh",
+        "return position - key - (COLUMNS - 1) >= ScoreFunction::SAME_FROM;",
+        "return position - key >= ScoreFunction::SAME_FROM;",
+        "Warps take the last keys of a tile for as far as its first.",
+        (f"{EMULATED_LEARNED}::test_table_with_one_entry_for_far_keys",),
+    ),
+    Mutant(
         "place-terms-of-keys-overwritten",
         "mtagen/planner/tile/forward_shared.py",
         "score_function(spec), 2 * stages",
