@@ -105,6 +105,15 @@ def test_gradients_where_a_table_hides_keys(folder: Path) -> None:
     assert not failures(op, spec, torch.device("cpu"), [Sizes(2, 2, 1, 90, 130)])
 
 
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+def test_sums_of_keys_whose_terms_depend_on_places(target: str, folder: Path) -> None:
+    """Their terms stay in registers, where the sums of other keys are read from the slab of gradients."""
+    logits, parameters = "s + bias[b, h, j] * min(9, i - j) / 8 - gates[j] / 2", {"bias": "b,h,j", "gates": "j"}
+    spec = Spec((3, 3), 32, window=(70, -1), logits=logits, parameters=parameters)
+    assert sorted(x.is_of_columns for x in score_function(spec).sums) == [False, True]
+    assert not failures(op_of(spec, target, folder, 0), spec, torch.device("cpu"), [Sizes(2, 2, 1, 90, 210)])
+
+
 def test_dropout(folder: Path) -> None:
     spec = Spec((3, 3), 32, dtype="fp16", sink=True, dropout=True, **problems.READ)
     op = op_of(spec, "sm_80", folder, 0)

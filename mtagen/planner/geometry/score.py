@@ -219,6 +219,16 @@ class ParameterSum:
     term: Expr
 
     @property
+    def factor(self) -> Expr:
+        """What multiplies the gradient of a score."""
+        return self.term / GRADIENT
+
+    @property
+    def is_of_columns(self) -> bool:
+        """Whether the sum is a number times the sum of the gradients of a key's scores."""
+        return self.kind == "key" and bool(self.factor.is_number)
+
+    @property
     def is_of_distance(self) -> bool:
         """Whether the entry, and what a score adds, depend on places by ``POSITION - KEY`` only."""
         return not any(map(_counts_keys, (self.offset, self.term)))

@@ -41,36 +41,75 @@ struct HeadTerms {
   }
 };
 
-// The sums of the scores of each key, in the warp's row tiles. An mma multiplies 16 columns, transposed, by a column of
-// ones. Each 16 columns have a column of their own, so that all share four sums a thread. Like dS, the terms are
-// rounded to Elements. The sums are fp32.
-struct KeyTerms {
+// The sums of columns of row tiles, in PART columns a warp. An mma multiplies 16 columns, transposed, by a column of
+// ones. Each 16 columns have a column of their own, so that all share four sums a thread. The columns are Elements,
+// like dS. The sums are fp32.
+struct ColumnSums {
   static constexpr int PAIRS = PART / (2 * CHUNK);
   static_assert(PAIRS <= 8 && PART % (2 * CHUNK) == 0, "an mma has 8 columns");
   float* to;  // of the sequence's first key
   float sums[4] = {};
-  u32 columns[4];  // 16 columns: matrices of 8 columns by the even or the odd rows
 
-  DEVICE KeyTerms(float* sums, long long head, const Cta&, const Parameters& parameters)
+  DEVICE ColumnSums(float* sums, long long head, const Cta&, const Parameters& parameters)
       : to(sums + (head * ROW_TILES + warp_index() % ROW_TILES) * parameters.all_tokens + parameters.first_key) {}
 
-  // Adds the terms x of the n-th 8 columns, two of each of the thread's rows; n is 0, 1, 2 and so on.
-  DEVICE void add(const float (&x)[4], int n) {
-    columns[n % 2] = transposed(pack<Element>(x[0], x[1]));
-    columns[n % 2 + 2] = transposed(pack<Element>(x[2], x[3]));
-    const u32 ones = lane_index() >> 2 == n / 2 ? pack<Element>(1.f, 1.f) : 0;
-    if (n % 2) mma<Element>(sums, columns, ones, ones);
+  // Adds 16 columns: matrices of 8 columns by the even and by the odd rows.
+  DEVICE void add_pair(const u32 (&columns)[4], int pair, int lane_row) {
+    const u32 ones = lane_row == pair ? pack<Element>(1.f, 1.f) : 0;
+    mma<Element>(sums, columns, ones, ones);
   }
 
-  DEVICE void finish(const Cta& cta) {
-    const Place at(warp_index() / ROW_TILES);
+  // Stores the sums times a factor. The warp's first column is `first`, if the CTA's first key has column 0.
+  DEVICE void store(const Cta& cta, const Place& at, int first, float factor) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int pair = 2 * at.lane_pair + i % 2,
-                column = PART * at.part + 2 * CHUNK * pair + CHUNK * (i / 2) + at.lane_row;
+      const int pair = 2 * at.lane_pair + i % 2, column = first + 2 * CHUNK * pair + CHUNK * (i / 2) + at.lane_row;
       const int key = cta.c0 + PAD_LEFT + column;
-      if (pair < PAIRS && column < OWNED && key < cta.n_k) to[key] = sums[i];
+      if (pair < PAIRS && 0 <= column && column < OWNED && key < cta.n_k) to[key] = sums[i] * factor;
     }
+  }
+};
+
+// The sums of the scores of each key, of terms that depend on places.
+struct KeyTerms : ColumnSums {
+  u32 columns[4];
+
+  using ColumnSums::ColumnSums;
+
+  // Adds the terms x of the n-th 8 columns, two of each of the thread's rows; n is 0, 1, 2 and so on.
+  DEVICE void add(const float (&x)[4], int n, int lane_row) {
+    columns[n % 2] = transposed(pack<Element>(x[0], x[1]));
+    columns[n % 2 + 2] = transposed(pack<Element>(x[2], x[3]));
+    if (n % 2) add_pair(columns, n / 2, lane_row);
+  }
+
+  DEVICE void finish(const Cta& cta) const {
+    const Place at(warp_index() / ROW_TILES);
+    store(cta, at, PART * at.part, 1.f);
+  }
+};
+
+// The sums of the gradients of each key's scores, read from their slab.
+struct KeyGradients : ColumnSums {
+  using ColumnSums::ColumnSums;
+
+  // Adds a row tile, whose gradients all warps have stored.
+  DEVICE void add_row_tile(const Cta& cta, const Place& at, int row_tile) {
+    const int matrix = at.lane >> 3;  // of 8 columns by the even or the odd rows
+    const u32 from = slab_row<Gradients>(cta.base, row_tile, at.lane & 7, matrix >> 1) + 2 * PART * at.part +
+                     CHUNK_BYTES * (matrix & 1);
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; ++pair) {
+      u32 columns[4];
+      load_matrices_transposed(columns, from + 2 * CHUNK_BYTES * pair);
+      add_pair(columns, pair, at.lane_row);
+    }
+  }
+
+  // Stores the sums times `factor`.
+  DEVICE void finish(const Cta& cta, float factor) const {
+    const Place at(warp_index() / ROW_TILES);
+    store(cta, at, PART * at.part - SHIFT, factor);
   }
 };
 
