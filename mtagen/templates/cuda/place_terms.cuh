@@ -26,25 +26,29 @@ DEVICE bool add_the_same(int position, int key) {
   return position - key - (COLUMNS - 1) >= ScoreFunction::SAME_FROM;
 }
 
+// The lanes of a warp store term(n) for the N-th diagonals of its 16 rows and COLUMNS keys, from the last key of the
+// first row on.
+template <int COLUMNS, class Term>
+DEVICE void store_diagonals(u32 to, int lane, Term term) {
+  constexpr int DIAGONALS = 16 + COLUMNS - 1;
+#pragma unroll
+  for (int i = 0; i < DIAGONALS; i += 32) {
+    const int n = i + lane;
+    const float x = term(n);
+    if (n < DIAGONALS) store_shared(to + 4 * n, __float_as_uint(x));
+  }
+}
+
 // A warp stores what the diagonals of its 16 rows from `position` on and COLUMNS keys from `key` on add.
 template <int COLUMNS>
 DEVICE void store_diagonal_terms(u32 to, const ScoreFunction& function, int position, int key, int lane) {
-  constexpr int DIAGONALS = 16 + COLUMNS - 1;
-  auto store = [&](auto term) {
-#pragma unroll
-    for (int i = 0; i < DIAGONALS; i += 32) {
-      const int diagonal = i + lane;  // from the last column of the first row on
-      const float x = term(position - key - (COLUMNS - 1) + diagonal);
-      if (diagonal < DIAGONALS) store_shared(to + 4 * diagonal, __float_as_uint(x));
-    }
-  };
   auto term_of = [&](int distance) { return function.of_distance(distance, 0, static_cast<float>(distance)); };
   __syncwarp();  // the terms of the tile before have been read
   if (add_the_same<COLUMNS>(position, key)) {
-    const float x = term_of(ScoreFunction::SAME_FROM);
-    store([&](int) { return x; });
+    const float same = term_of(ScoreFunction::SAME_FROM);
+    store_diagonals<COLUMNS>(to, lane, [&](int) { return same; });
   } else {
-    store(term_of);
+    store_diagonals<COLUMNS>(to, lane, [&](int n) { return term_of(position - key - (COLUMNS - 1) + n); });
   }
   __syncwarp();
 }
