@@ -540,7 +540,7 @@ def mta_strip_decode_values_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
 ):
     """Outputs of a part of the keys: partial[part, b, h, n] = sum over j of plane[slot, skip + n, j] v[j].
 
-    A program owns a block of rows of the heads that share values, and a part of `split` keys. The only part is out.
+    A program owns a block of rows of the heads that share values, and a part of `split` keys. A single part is out.
     """
     blocks = tl.cdiv(group * n_new, BLOCK_R)
     pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide

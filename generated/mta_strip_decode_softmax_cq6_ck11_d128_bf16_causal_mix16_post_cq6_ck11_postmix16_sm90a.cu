@@ -553,7 +553,7 @@ DEVICE void with_edge(bool edge, Work work) {
 // of another section.
 DEVICE float add_logarithms(float a, float b) {
   const float most = fmaxf(a, b);
-  return most == -INFINITY ? most : most + log2f(exp2_fast(a - most) + exp2_fast(b - most));
+  return most == -INFINITY ? a + b : most + log2f(exp2_fast(a - most) + exp2_fast(b - most));
 }
 
 // add_logarithms of the sums of sections begin <= i < end, in order for each of 8 lanes, whose numbers differ by

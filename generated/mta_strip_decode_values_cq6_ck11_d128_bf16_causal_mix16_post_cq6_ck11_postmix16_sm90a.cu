@@ -2,7 +2,7 @@
 //
 // Outputs of a decode step, each a sum over the keys of one part:
 // partial[part, b, h, n] = sum over j of plane[slot, count - n_new + n, j] v[b, h / group, j],
-// where a part has `split` keys of the sequence, and the last part has the rest. The only part is out.
+// where a part has `split` keys of the sequence, and the last part has the rest. A single part is out.
 //
 // mta_strip_decode_values_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-(group * n_new) // 16) * (b1 - b0) * kv_heads * splits), 128, 73728>>>
 

@@ -457,7 +457,7 @@ def decode(
     ctas, keys = batch * kv_heads * -(-group // cta_heads), n_max
     splits = num_splits or _splits(ctas, keys, *rule)
     # If the sequences alone keep the memory busy, splits of short ones have as many keys as those of the longest,
-    # because first loads take most of a short split's time. A number that is asked for is that of each sequence.
+    # because first loads take most of a short split's time. If the caller passes num_splits, each has that many.
     least_keys = -(-keys // splits) if not num_splits and 2 * ctas >= rule[0] else 0
     out = q_tail.new_empty(batch, heads, n_new, 128)
     lse = q_tail.new_empty(batch, heads, n_new, dtype=torch.float32)

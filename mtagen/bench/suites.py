@@ -183,7 +183,7 @@ def _layer_specs(heads: int, head_dim: int, dtype: DType) -> Iterator[Spec]:
 def _short(
     scale: Scale, head_dims: Sequence[int], lengths: Sequence[int], kernels: Sequence[tuple[int, int] | None]
 ) -> Iterator[Case]:
-    """Yield one sequence: of convolutions, and of each layer of the paper's models but plain attention."""
+    """Yield one sequence: of convolutions, and of each layer of the paper's models except plain attention."""
     for head_dim, n in product(head_dims, lengths):
         *pipelines, _ = _layer_specs(scale.heads, head_dim, scale.dtype)
         convolutions = [Spec(kernel, head_dim, dtype=scale.dtype) for kernel in kernels]

@@ -10,6 +10,7 @@ from typing import Any
 import documents
 import problems
 import pytest
+import torch
 from emulator import load_emulated
 from host_functions import retiled
 
@@ -63,6 +64,18 @@ def test_all_passes(backend: str, stages: dict[str, Any], what: dict[str, Any], 
     for new, lengths, splits in ((2, (140, 90), 2), (3, (2, 0), 1)):
         problem = problems.random(made.spec, Sizes(2, 4, 2, 1, 140), new_tokens=new)
         assert not problems.decode_failures(op, made.spec, problem, lengths, splits)
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_decode_of_a_score_that_is_nan(backend: str, folder: Path) -> None:
+    made = planned(backend, folder, **MIXTURES["pairs after"])
+    problem = problems.random(made.spec, Sizes(2, 4, 2, 1, 140))
+    inputs = problem.inputs
+    inputs.k[0, 0, 3] = torch.nan
+    options = inputs.options(inputs.named)
+    _, lse = assemble(made, torch_on_cpu=False).decode(problem.q_tail, inputs.k, inputs.v, **options, return_lse=True)
+    assert lse[0, :2].isnan().all()
+    assert lse[1].isfinite().all()
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])

@@ -415,7 +415,7 @@ def _is_same_from(expr: Expr, distance: int) -> bool:
         return _is_same_from(expr.args[1], distance)
     if expr.is_integer:
         low, high = range_of(expr, (distance, inf))
-        return low == high
+        return low == high and abs(low) < 2**31  # not where a bound is cut off
     return (expr.is_Add or expr.is_Mul) and all(_is_same_from(part, distance) for part in expr.args)
 
 

@@ -29,8 +29,8 @@ class Bias:
         factor: a, by which the expression multiplies scores. It becomes a factor of the scale.
         stage: the expression. For a score of 0 its value is B.
         rows: number of first rows whose filters reach before the sequence.
-        before, after: number of keys at the beginning and at the end of the keys whose filters reach
-            past them, and count what is there unless it is masked.
+        before, after: number of keys at the beginning and at the end whose filters reach past the keys,
+            where the mask does not hide what is missing.
         margin: number of diagonals before the first and after the last that tiles read, for rows and
             keys that do not exist.
     """

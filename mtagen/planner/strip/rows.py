@@ -237,12 +237,12 @@ class RowKernel(StripSource):
 
     @property
     def moved_key(self) -> str:
-        """What it adds to keys, which in a decode step count from the first key of the CTA's section."""
+        """The offset of keys in the function of scores. In a decode step keys count from the CTA's section."""
         return self.moved + self.moved_plane
 
     @property
     def moved_plane(self) -> str:
-        """What a kernel adds to planes, so that keys count from the first key of the CTA."""
+        """The offset of planes that puts the CTA's first key at 0."""
         return " + place.begin" if self.decodes else ""
 
     @property

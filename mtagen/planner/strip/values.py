@@ -114,7 +114,7 @@ class ValuesKernel(StripSource):
     def legend(self) -> Iterator[str]:
         yield "Outputs of a decode step, each a sum over the keys of one part:"
         yield "partial[part, b, h, n] = sum over j of plane[slot, count - n_new + n, j] v[b, h / group, j],"
-        yield "where a part has `split` keys of the sequence, and the last part has the rest. The only part is out."
+        yield "where a part has `split` keys of the sequence, and the last part has the rest. A single part is out."
 
     @property
     def summary(self) -> str:

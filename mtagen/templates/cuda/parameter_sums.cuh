@@ -43,7 +43,8 @@ struct HeadTerms {
 
 // The sums of columns of row tiles, in PART columns a warp. An mma multiplies 16 columns, transposed, by a column of
 // ones. Each 16 columns have a column of their own, so that all share four sums a thread. The columns are Elements,
-// like dS. The sums are fp32.
+// like dS. The sums are fp32. A gradient that is not finite, such as those of a row whose dO is NaN, also reaches other
+// columns of the warp, because the mma multiplies it by zeros.
 struct ColumnSums {
   static constexpr int PAIRS = PART / (2 * CHUNK);
   static_assert(PAIRS <= 8 && PART % (2 * CHUNK) == 0, "an mma has 8 columns");

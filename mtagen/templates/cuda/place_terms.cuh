@@ -26,8 +26,8 @@ DEVICE bool add_the_same(int position, int key) {
   return position - key - (COLUMNS - 1) >= ScoreFunction::SAME_FROM;
 }
 
-// The lanes of a warp store term(n) for the N-th diagonals of its 16 rows and COLUMNS keys, from the last key of the
-// first row on.
+// The lanes of a warp store term(n) of each diagonal n of its 16 rows and COLUMNS keys. Diagonal 0 has the first row
+// and the last key.
 template <int COLUMNS, class Term>
 DEVICE void store_diagonals(u32 to, int lane, Term term) {
   constexpr int DIAGONALS = 16 + COLUMNS - 1;
@@ -45,7 +45,8 @@ DEVICE void store_diagonal_terms(u32 to, const ScoreFunction& function, int posi
   auto term_of = [&](int distance) { return function.of_distance(distance, 0, static_cast<float>(distance)); };
   __syncwarp();  // the terms of the tile before have been read
   if (add_the_same<COLUMNS>(position, key)) {
-    const float same = term_of(ScoreFunction::SAME_FROM);
+    // The farthest diagonal's term: at SAME_FROM itself, fp32 may round the index of a table down to the entry before.
+    const float same = term_of(position - key + 15);
     store_diagonals<COLUMNS>(to, lane, [&](int) { return same; });
   } else {
     store_diagonals<COLUMNS>(to, lane, [&](int n) { return term_of(position - key - (COLUMNS - 1) + n); });
