@@ -8,15 +8,15 @@ MUTANTS = (
     Mutant(
         "heads-infinite-sums",
         f"{CUDA}/heads_statistics.cu.j2",
-        "infinite[n] = most == INFINITY;",
-        "infinite[n] = false;",
+        "infinite[n] = most == INFINITY, first",
+        "infinite[n] = false, first",
         "Sums that have become infinite stay so.",
         (f"{EMULATED_HEADS}::test_scores_jump",),
     ),
     Mutant(
         "heads-forgotten-nan",
         f"{CUDA}/heads_statistics.cu.j2",
-        "if (infinite[n] && sum[n] == sum[n])",
+        "if (infinite[n] && (first[n] || sum[n] == sum[n]))",
         "if (infinite[n])",
         "Sums that begin anew forget that a score was not a number.",
         (f"{EMULATED_HEADS}::test_scores_jump",),
