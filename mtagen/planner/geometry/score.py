@@ -220,7 +220,7 @@ class ParameterSum:
 
     @property
     def factor(self) -> Expr:
-        """What multiplies the gradient of a score."""
+        """The factor of a score's gradient in the sum."""
         return self.term / GRADIENT
 
     @property
