@@ -386,8 +386,8 @@ struct Softmax {
   float sum[2] = {-0.f, -0.f};                    // sum of each row's probabilities in this thread's columns
   float added[2];                                 // sum of the probabilities of the current tile
 
-  // Begins a tile.
-  DEVICE void begin() { added[0] = added[1] = 0.f; }
+  // Begins a tile. The compiler leaves out an addition to -0, which changes no number.
+  DEVICE void begin() { added[0] = added[1] = -0.f; }
 
   // Computes the probabilities of 8 columns of both rows, one half of an A operand. Not fmaf(): where `exponent` is
   // the constant 1, the compiler can instead fuse the addition with the product that produced c.

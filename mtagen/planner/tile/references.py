@@ -29,6 +29,15 @@ class References(NamedTuple):
         return (self.below + self.above) * 5 // 6
 
     @property
+    def most_tiles(self) -> int:
+        """After how many tiles at most a row should get a new reference where logits grow along the keys.
+
+        Kernels add the growth of a tile to the shifts of exponents, which are below 2^8 unless scores
+        are larger. So each addition errs by 2^-17 of a power of two at most, and 32 err by 2^-12.
+        """
+        return 32
+
+    @property
     def rescalings(self) -> int:
         """How many equal factors bring earlier sums to a new reference.
 

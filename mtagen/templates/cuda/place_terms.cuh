@@ -7,13 +7,20 @@
 // A term is computed once for each key of a tile, for all warps, and once for each diagonal of a warp's tile. Terms lie
 // in shared memory, in units of exponents of 2.
 
+// Terms of 16 keys lie in the order in which a warp's lanes take them: those of a lane's columns, two of each 8
+// columns, are neighbours, so that one load takes them.
+DEVICE int place_of_column(int column) {
+  return (column & ~15) + 4 * (column >> 1 & 3) + 2 * (column >> 3 & 1) + (column & 1);
+}
+
 // Thread `thread` of THREADS stores what COLUMNS keys from `key` on add.
 template <int COLUMNS, int THREADS>
 DEVICE void store_key_terms(u32 to, const ScoreFunction& function, int key, int thread) {
 #pragma unroll
   for (int i = 0; i < COLUMNS; i += THREADS) {
     const int column = i + thread;
-    if (column < COLUMNS) store_shared(to + 4 * column, __float_as_uint(function.of_key(key + column)));
+    if (column < COLUMNS)
+      store_shared(to + 4 * place_of_column(column), __float_as_uint(function.of_key(key + column)));
   }
 }
 
@@ -57,8 +64,9 @@ DEVICE void store_diagonal_terms(u32 to, const ScoreFunction& function, int posi
 // Terms that places add to the scores of a thread, in a tile of COLUMNS columns.
 template <int COLUMNS>
 struct PlaceTerms {
-  u32 diagonals;  // address of the diagonal below that of the thread's first score
-  float rows[2];  // of its rows
+  u32 diagonals;   // address of the diagonal below that of the thread's first score
+  float rows[2];   // of its rows
+  u32 of_keys[4];  // the terms of two columns in each of two times 8 columns
 
   // The diagonals of the warp lie from `shared` on. Its first row is at `position`.
   DEVICE PlaceTerms(u32 shared, const ScoreFunction& function, int position, int lane)
@@ -67,18 +75,19 @@ struct PlaceTerms {
     for (int r = 0; r < 2; ++r) rows[r] = function.of_position(position + 2 * (lane >> 2) + r);
   }
 
-  // Terms of keys and distances in the n-th 8 columns, two of each row. `keys` is the address of the first column's
-  // term.
-  DEVICE void terms(float (&x)[4], int n, u32 keys) const {
+  // Terms of keys and distances in the n-th 8 columns, two of each row; n is 0, 1, 2 and so on. `keys` is the address
+  // of the thread's first term.
+  DEVICE void terms(float (&x)[4], int n, u32 keys) {
     if (ScoreFunction::ADDS_OF_DISTANCE) {
       const u32 from = diagonals - 4 * CHUNK * n;
       const float2 below = load_floats(from);
       x[0] = x[3] = below.y, x[1] = below.x, x[2] = __uint_as_float(load_shared(from + 8));
     }
     if (ScoreFunction::ADDS_OF_KEY) {
-      const float2 pair = load_floats(keys + 4 * CHUNK * n);
+      if (n % 2 == 0) load_shared(of_keys, keys + 4 * CHUNK * n);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = (ScoreFunction::ADDS_OF_DISTANCE ? x[i] : -0.f) + (i & 1 ? pair.y : pair.x);
+      for (int i = 0; i < 4; ++i)
+        x[i] = (ScoreFunction::ADDS_OF_DISTANCE ? x[i] : -0.f) + __uint_as_float(of_keys[n % 2 * 2 + i % 2]);
     }
   }
 
