@@ -77,11 +77,18 @@ def options(**changes: Any) -> Any:
 
 
 def batched(
-    model: MtaForCausalLM, page: int, most: int, prompts: list[list[int]] = PROMPTS, **changes: Any
+    model: MtaForCausalLM,
+    page: int,
+    most: int,
+    prompts: list[list[int]] = PROMPTS,
+    graphs: bool = False,
+    **changes: Any,
 ) -> list[Any]:
     size = "page_size" if hasattr(Configuration, "page_size") else "block_size"  # in transformers 5.17
-    config = Configuration(**{size: page}, num_blocks=160, max_batch_tokens=most, use_cuda_graph=False)
-    return [*model.generate_batch(prompts, options(**changes), config).values()]
+    config = Configuration(**{size: page}, num_blocks=160, max_batch_tokens=most, use_cuda_graph=graphs)
+    outputs = [*model.generate_batch(prompts, options(**changes), config).values()]
+    assert all(output.generated_tokens for output in outputs), "the engine has answered all requests"
+    return outputs
 
 
 def alone(model: MtaForCausalLM, prompt: list[int]) -> list[int]:
@@ -102,14 +109,44 @@ def test_tokens_equal_generate(model: MtaForCausalLM, page: int, most: int) -> N
     assert model.config._attn_implementation == "eager"
 
 
-def test_without_earlier_queries_tokens_differ(model: MtaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def forget_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier queries are zeros from now on."""
     append = Rings.append
 
     def forgetful(rings: Rings, q: torch.Tensor, step: Step) -> torch.Tensor:
-        return append(rings, q, step).index_fill(0, step.places.earlier_rows.flatten(), 0)
+        return append(rings, q, step).index_fill(0, step.places.earlier_rows.flatten().long(), 0)
 
     monkeypatch.setattr(Rings, "append", forgetful)
+
+
+def test_without_earlier_queries_tokens_differ(model: MtaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_queries(monkeypatch)
     assert equal(model, batched(model, 8, 16)) < len(PROMPTS)
+
+
+def distances_from_likeliest(model: MtaForCausalLM, outputs: list[Any]) -> torch.Tensor:
+    """Return how far the logit of each token is below the largest one, in units of their standard deviation.
+
+    The logits are those of a pass over the whole sequence.
+    """
+    distances = []
+    for output in outputs:
+        ids = torch.tensor([output.prompt_ids + output.generated_tokens], device=model.device)
+        begin = len(output.prompt_ids)
+        with torch.no_grad():
+            logits = model(ids).logits[0, begin - 1 : -1].float()
+        distances.append((logits.amax(1) - logits.gather(1, ids[0, begin:, None])[:, 0]) / logits.std(1))
+    return torch.cat(distances)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_tokens_are_the_likeliest_on_a_gpu(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that read pages round in bf16 in another order than those of a whole sequence."""
+    model = made().to("cuda", torch.bfloat16)
+    assert distances_from_likeliest(model, batched(model, 16, 64, graphs=graphs)).max() < 0.1
+    forget_queries(monkeypatch)
+    assert distances_from_likeliest(model, batched(model, 16, 64, graphs=graphs)).max() > 1
 
 
 def test_prompts_share_pages(model: MtaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:

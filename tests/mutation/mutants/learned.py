@@ -85,7 +85,7 @@ MUTANTS = (
         "(head * ROW_TILES + warp_index() % ROW_TILES) * parameters.all_tokens",
         "head * ROW_TILES * parameters.all_tokens",
         "Each warp of a step overwrites the sums of keys of the others.",
-        (f"{EMULATED_LEARNED}::test_training",),
+        (f"{EMULATED_LEARNED}::test_gradients_where_a_table_hides_keys",),
     ),
     Mutant(
         "parameter-sum-of-keys-in-one-column",
@@ -93,7 +93,7 @@ MUTANTS = (
         "lane_row == pair ?",
         "lane_row == 0 ?",
         "Sums of keys that are a multiple of 16 apart are added up.",
-        (f"{EMULATED_LEARNED}::test_training",),
+        (f"{EMULATED_LEARNED}::test_gradients_where_a_table_hides_keys",),
     ),
     Mutant(
         "parameter-sum-of-keys-beside",
@@ -149,7 +149,7 @@ MUTANTS = (
         "of_positions += of_sink[:, :n_q]",
         "of_positions += 0",
         "Gradients of what is added to a row's logits lack the part of the sink.",
-        (f"{EMULATED_LEARNED}::test_training",),
+        (f"{EMULATED_LEARNED}::test_dropout",),
     ),
     Mutant(
         "parameter-sum-of-rows-of-the-document-before",
