@@ -56,7 +56,7 @@ struct ColumnSums {
 
   // Adds 16 columns: matrices of 8 columns by the even and by the odd rows.
   DEVICE void add_pair(const u32 (&columns)[4], int pair, int lane_row) {
-    const u32 ones = lane_row == pair ? two_ones<Element>() : 0;
+    const u32 ones = lane_row == pair ? pack<Element>(1.f, 1.f) : 0;
     mma<Element>(sums, columns, ones, ones);
   }
 
@@ -90,28 +90,21 @@ struct KeyTerms : ColumnSums {
   }
 };
 
-// The sums of the gradients of each key's scores, read from their slab. A pair of 8 columns is added while tensor cores
-// convolve other columns, because each mma of the sums waits for the one before.
+// The sums of the gradients of each key's scores, read from their slab.
 struct KeyGradients : ColumnSums {
-  u32 from;  // address of the lane's row of a row tile
-  u32 columns[4];
-
   using ColumnSums::ColumnSums;
 
-  // Begins a row tile, whose gradients all warps have stored.
-  DEVICE void begin_row_tile(const Cta& cta, const Place& at, int row_tile) {
+  // Adds a row tile, whose gradients all warps have stored.
+  DEVICE void add_row_tile(const Cta& cta, const Place& at, int row_tile) {
     const int matrix = at.lane >> 3;  // of 8 columns by the even or the odd rows
-    from = slab_row<Gradients>(cta.base, row_tile, at.lane & 7, matrix >> 1) + 2 * PART * at.part +
-           CHUNK_BYTES * (matrix & 1);
-    pin(from);
-    load_matrices_transposed(columns, from);
-  }
-
-  // Adds the n-th 8 columns with those before, if n is odd; n is 0, 1, 2 and so on.
-  DEVICE void add_columns(int n, int lane_row) {
-    if (n % 2 == 0) return;
-    add_pair(columns, n / 2, lane_row);
-    if (n / 2 + 1 < PAIRS) load_matrices_transposed(columns, from + CHUNK_BYTES * (n + 1));
+    const u32 from = slab_row<Gradients>(cta.base, row_tile, at.lane & 7, matrix >> 1) + 2 * PART * at.part +
+                     CHUNK_BYTES * (matrix & 1);
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; ++pair) {
+      u32 columns[4];
+      load_matrices_transposed(columns, from + 2 * CHUNK_BYTES * pair);
+      add_pair(columns, pair, at.lane_row);
+    }
   }
 
   // Stores the sums times `factor`.

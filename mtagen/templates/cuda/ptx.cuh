@@ -197,20 +197,6 @@ DEVICE u32 pack<bf16>(float lo, float hi) {
   return x;
 }
 
-// Two ones, packed. pack() would convert them at run time.
-template <class Element>
-DEVICE constexpr u32 two_ones();
-
-template <>
-DEVICE constexpr u32 two_ones<fp16>() {
-  return 0x3c003c00;
-}
-
-template <>
-DEVICE constexpr u32 two_ones<bf16>() {
-  return 0x3f803f80;
-}
-
 // Two 16-bit elements as floats, the low half first.
 template <class Element>
 DEVICE float2 unpack(u32 x);
