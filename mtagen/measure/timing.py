@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 BUDGET_MS = 40.0
-MIN_REPEATS, MAX_REPEATS = 2, 100
+MIN_REPEATS, MAX_REPEATS = 3, 100  # the first one may allocate memory, and three have a median without it
 _BURST = 20  # calls issued at once, too few to fill the queue of launches
 _WATCHED_S = 0.1
 
@@ -36,7 +36,7 @@ def time_call(
     Args:
         call: launches its work on the current stream of ``device``.
         device: a GPU, or the CPU, whose caches are not flushed.
-        budget_ms: time for all repetitions together; there are 2 to 100.
+        budget_ms: time for all repetitions together; there are 3 to 100.
         warmed: whether the caller has already made the untimed first call.
     """
     if not warmed:
