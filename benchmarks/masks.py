@@ -69,13 +69,14 @@ def measure(
 def main(output: Path) -> None:
     """Measure all cases, and write them to a file, which has the cases so far if this is stopped."""
     torch.manual_seed(0)
-    results, environment = [], collect()
+    results: list[dict[str, Any]] = []
+    made = {"environment": collect(), "results": results}
     for name, backend, kernel, d, options, parameters, seen in cases():
         forward, backward = measure(kernel, d, backend, options, parameters)
         row = {"kernel": kernel, "head_dim": d, "mask": name, "backend": backend, "seen": seen}
         results.append(row | {"forward_ms": forward, "backward_ms": backward})
         print(results[-1], flush=True)
-        output.write_text(json.dumps({"environment": environment, "results": results}, indent=1) + "\n", encoding="utf-8")
+        output.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
