@@ -377,6 +377,16 @@ DEVICE float softmax_exponent(float scale, float score_scale) {
   return fmaxf(fabsf(scale) * (LOG2_E / score_scale), 1e-20f);
 }
 
+// The maximum of the thread's row r of a tile, in every thread that has a part of the row.
+template <int N>
+DEVICE float maximum_of_row(const float (&x)[N], int r) {
+  float maximum = -INFINITY;
+#pragma unroll
+  for (int i = 2 * r; i < N; i += 4) maximum = fmaxf(maximum, fmaxf(x[i], x[i + 1]));
+  maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
+  return fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
+}
+
 // Rows 2 lane_row and 2 lane_row + 1 of a warp's 16. The scores passed in are final (after modify): restart() takes
 // their maximum.
 template <class Element>
@@ -431,16 +441,9 @@ struct Softmax {
     bool exceeds[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float maximum = -INFINITY;
-#pragma unroll
-      for (int i = 2 * r; i < N; i += 4) maximum = fmaxf(maximum, fmaxf(c[i], c[i + 1]));
-      maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
-      maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
+      const float maximum = maximum_of_row(c, r);
       exceeds[r] = !HIDES_KEYS || signbit(sum[r]);
-      const float next = exceeds[r] ? fminf(shift[r], -maximum * exponent - HEADROOM) : shift[r];
-      factor[r] = exp2_fast((next - shift[r]) / RESCALINGS);
-      shift[r] = next;
-      sum[r] = rescaled(fabsf(sum[r]), factor[r]);
+      factor[r] = move(r, exceeds[r] ? fminf(shift[r], -maximum * exponent - HEADROOM) : shift[r]);
     }
     begin();
 #pragma unroll
@@ -448,6 +451,14 @@ struct Softmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       if (exceeds[r]) sum[r] += added[r];
+  }
+
+  // Moves row r's reference. Returns the factor of what was summed before.
+  DEVICE float move(int r, float next) {
+    const float factor = exp2_fast((next - shift[r]) / RESCALINGS);
+    shift[r] = next;
+    sum[r] = rescaled(fabsf(sum[r]), factor);
+    return factor;
   }
 
   // The sum of the whole row, in every thread that has a part of the row.
@@ -837,20 +848,6 @@ struct ScoreFunction {
 
 // ---- Scores that the softmax takes ----------------------------------------------------------------------------------
 
-// Applies modify() to the n-th 8 columns of a tile of convolved scores c. The tile has a warp's 16 rows, whose first is
-// at `position`, and keys from `key` on.
-DEVICE void modify_columns(float (&c)[KEYS / 2], int n, const ScoreFunction& score_function, int position, int key,
-                           int lane) {
-  position += 2 * (lane >> 2), key += 2 * (lane & 3);
-  const float distance = static_cast<float>(position - key);  // converted once, because each conversion takes a register
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int row = i >> 1, column = CHUNK * n + (i & 1);
-    float& x = c[4 * n + i];
-    x = score_function.modify(x, position + row, key + column, distance + static_cast<float>(row - column));
-  }
-}
-
 // ---- Masks ----------------------------------------------------------------------------------------------------------
 //
 // The functions mask a warp's 16 rows, the first at `position`, and KEYS keys from `key` on. They check each score only
@@ -1201,20 +1198,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
     if (takes_rows) barrier_wait(taken + ROWS_WRITTEN + BARRIER * slab, t / 2 & 1);
     u32 p[KEYS / 16][4];
     int first_position = work.unseen + position, key = work.unseen + t * KEYS - LAG;  // of the first output
-    auto finish_scores = [&](int n) { modify_columns(c, n, score_function, first_position, key, lane); };
     // Computes P while the tile is convolved. Returns whether the probabilities fit the current references; if not, the
     // tile is convolved again, for its maximum.
     auto fits = [&] {
       softmax.begin();
       scores.convolved(c, slab, position, t * KEYS - LEAD, weights, lane, [&](int n) {
-        finish_scores(n);
         softmax.add_columns(p[n / 2], n & 1, c + 4 * n);
       });
       mask_probabilities(p, softmax, position, t * KEYS - LAG, work.n_k, lane);
       return softmax.end();
     };
     if (t == 0 || !fits()) {  // no row has a reference before the first tile
-      scores.convolved(c, slab, position, t * KEYS - LEAD, weights, lane, finish_scores);
+      scores.convolved(c, slab, position, t * KEYS - LEAD, weights, lane, [](int) {});
       mask_outputs(c, position, t * KEYS - LAG, work.n_k, lane);
       float factor[2];
       softmax.restart(p, c, factor);

@@ -8,7 +8,7 @@ import torch
 
 def memory_starts_as_nan(patch: pytest.MonkeyPatch) -> None:
     """From here on, floating-point tensors that PyTorch leaves empty hold NaN."""
-    for owner, name in ((torch, "empty"), (torch.Tensor, "new_empty")):
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         empty = getattr(owner, name)
         patch.setattr(owner, name, lambda *size, empty=empty, **options: _spoilt(empty(*size, **options)))
 

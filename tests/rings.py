@@ -102,7 +102,7 @@ class Engine:
         got = rows.split([*(count + CONTEXT for count in counts), padding])[: len(counts)]
         for mine, before, own in zip(got, past, drawn, strict=True):
             earlier = [torch.zeros(HEADS, WIDTH)] * CONTEXT + before
-            assert torch.equal(mine, torch.cat([torch.stack(earlier[-CONTEXT:]), own]))
+            assert torch.equal(mine, torch.cat([torch.stack(earlier[-CONTEXT:]), own])), "earlier queries"
         for table, queries in zip(self.tables, self.queries, strict=True):
             expected = torch.stack([torch.zeros(HEADS, WIDTH), *queries])[1:]
             for pages in (self.k_pages, self.v_pages):

@@ -87,7 +87,9 @@ def batched(
     size = "page_size" if hasattr(Configuration, "page_size") else "block_size"  # in transformers 5.17
     config = Configuration(**{size: page}, num_blocks=160, max_batch_tokens=most, use_cuda_graph=graphs)
     outputs = [*model.generate_batch(prompts, options(**changes), config).values()]
-    assert all(output.generated_tokens for output in outputs), "the engine has answered all requests"
+    assert outputs
+    assert not [output.error for output in outputs if output.error is not None]
+    assert all(output.generated_tokens for output in outputs)
     return outputs
 
 

@@ -61,6 +61,7 @@ def run_tiled(spec, args, grad_out, grad_lse, **tiling):
 
 
 def assert_same(got, expected):
+    assert len(got) == len(expected)
     for name, a, b in zip(NAMES, got, expected, strict=False):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
 

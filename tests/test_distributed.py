@@ -802,7 +802,7 @@ def refused(group: ProcessGroup) -> dict[str, str]:
         "unshard": lambda: cp.unshard(q, 2, length=14),
         "documents": lambda: cp.varlen(*packed, weight, cu_seqlens=cu_seqlens + 1),
         "batches as documents": lambda: cp.varlen(q, q, v, weight, cu_seqlens=cu_seqlens),
-        "layer's dropout": lambda: MultiTokenAttention(48, HEADS, dropout=0.1, context_parallel=group),
+        "layer's dropout": lambda: MultiTokenAttention(48, HEADS, head_dim=WIDTH, dropout=0.1, context_parallel=group),
         "cache": lambda: layer.new_cache(1, 8),
         "layer's length": lambda: MultiTokenAttention(48, HEADS, head_dim=WIDTH)(torch.randn(1, 4, 48), length=8),
     }
@@ -823,7 +823,18 @@ def test_errors(ranks: Ranks) -> None:
         "legal: the number of rows of the whole sequence"
     )
     assert second["length"] == "rows: got 6; rank 1 of 2 holds 7 of 14 rows; legal: 7, the rows that shard() returns"
-    for message in first.values():
+    begins = {"op": "op", "group": "group_or_mesh", "mesh": "group_or_mesh", "balanced": "balanced", "uneven": "length"}
+    begins |= {
+        "length": "rows",
+        "length of a kind": "length",
+        "keys": "rows of k",
+        "weight": "weight",
+        "scale": "scale",
+    }
+    begins |= {"unshard": "rows", "documents": "cu_seqlens", "batches as documents": "q.shape"}
+    begins |= {"layer's dropout": "dropout", "cache": "cache", "layer's length": "length"}
+    for name, message in first.items():
+        assert message.startswith(f"{begins[name]}: got ")
         assert message.count("; ") >= 2
 
 

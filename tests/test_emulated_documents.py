@@ -150,5 +150,7 @@ def test_no_races_and_the_same_bits_again(
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     # Each CTA counts the rows that it has added to in a place of its own.
     owned = plan(spec, target, "cuda").tile["backward"].geometry.owned
-    for progress in (x for x in zeros if x.dtype == torch.int32 and x.ndim == 2):
+    counts = [x for x in zeros if x.dtype == torch.int32]
+    assert len(counts) == 2
+    for progress in counts:
         assert progress.count_nonzero() == 2 * sum(-(-keys // owned) for _, keys in lengths)

@@ -38,6 +38,13 @@ SPECS = [
     ("sm_80", Spec((6, 11), 32, causal=False, window=(3, 2))),
     ("sm_80", Spec((3, 3), 32, window=(40, -1), sink=True, **problems.OF_HEADS)),
 ]
+EXPRESSIONS = [
+    ("sm_90a", "s - (i - j) / 80"),
+    ("sm_90a", "s + log(1 + abs(i - j))"),
+    ("sm_90a", "s + min(j, 90) / 40"),
+    ("sm_90a", "30 * tanh(s / 30) - (i - j) / 80"),
+    ("sm_80", "s + log(1 + abs(i - j))"),
+]
 PAIRS = [(target, Spec(None, 64, post_mixed_heads=2)) for target in ("sm_90a", "sm_80")]
 SPLITS = [SM90, ("sm_80", Spec((11, 4), 32, window=(30, -1)))]
 DECODE = [SM90, SM80, ("sm_90a", Spec((6, 11), 64, window=(40, -1))), SM80_FULL]
@@ -93,6 +100,14 @@ def failures(spec: Spec, results: Callable[[Call], dict[str, Tensor]]) -> list[s
 def test_training(target: str, spec: Spec, folder: Path) -> None:
     tile = plan(spec, target, "cuda").tile
     assert not failures(spec, training(spec, *(host_function(tile[name], folder) for name in ("forward", "backward"))))
+
+
+@pytest.mark.parametrize(("target", "logits"), EXPRESSIONS)
+def test_expressions(target: str, logits: str, folder: Path) -> None:
+    """Rows keep their references where other rows of their warp see keys that exceed theirs."""
+    spec = Spec((6, 11), 64, logits=logits)
+    forward = host_function(plan(spec, target, "cuda").tile["forward"], folder)
+    assert not failures(spec, training(spec, forward))
 
 
 @pytest.mark.parametrize(

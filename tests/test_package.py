@@ -64,7 +64,9 @@ def test_types_of_calls_follow_return_lse(name: str) -> None:
 def test_overloads_take_what_the_method_takes(name: str) -> None:
     method = getattr(AttentionOp, name)
     taken = inspect.signature(method).parameters
-    for one in typing.get_overloads(method):
+    overloads = typing.get_overloads(method)
+    assert overloads
+    for one in overloads:
         parameters = dict(inspect.signature(one).parameters)
         kind = parameters.pop("options").annotation.removeprefix("Unpack[").removesuffix("]")
         options = getattr(sys.modules[AttentionOp.__module__], kind)

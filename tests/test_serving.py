@@ -72,7 +72,7 @@ def test_without_spare_slots_tokens_cannot_be_taken_back() -> None:
     engine.begin()
     engine.step([15])
     engine.remove(0, 2)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="earlier queries"):
         engine.step([1])
 
 

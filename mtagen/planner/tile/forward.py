@@ -26,7 +26,7 @@ from ..cuda.toeplitz import Toeplitz, toeplitz
 from ..cuda.wgmma import Wgmma
 from ..geometry.affine import N_K
 from ..geometry.mask import Mask
-from ..geometry.score import SCORE
+from ..geometry.score import SCORE, ScoreStage
 from ..kernel import Argument, Buffer, Kernel, numbers, reads, writes
 from ..names import kernel_name
 from ..sizes import BATCH, HEADS, SPLITS
@@ -166,6 +166,16 @@ class TileForward(TilePass):
         The softmax must take sums as they are, apart from what places add.
         """
         return (self.shares_places or self.grows) and score_function(self.spec).rest == SCORE
+
+    @property
+    def counts_exponents(self) -> bool:  # type: ignore[override]
+        """Whether a restart begins with exponents of 2, instead of scores.
+
+        Rows that keep their references in a restart, which other rows cause, must get the same
+        probabilities, to the last bit. Scores have one rounding more than what the first convolution
+        made if the compiler fused the function's last product with the shift of the exponent.
+        """
+        return not ScoreStage.of(self.spec).is_identity
 
     @property
     def references(self) -> References:

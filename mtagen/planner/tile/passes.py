@@ -30,6 +30,7 @@ class TilePass(PassPlan):
     shares_distances = False  # whether warps compute what distances add to scores once, and share it
     starts_sums = False  # whether sums of the convolution start at what a row adds to its exponents
     grows = False  # whether what places add to exponents grows by the same from key to key
+    counts_exponents = False  # whether a restart begins with exponents of 2, instead of scores
 
     @property
     def shares_places(self) -> bool:

@@ -32,8 +32,9 @@ class References(NamedTuple):
     def most_tiles(self) -> int:
         """After how many tiles at most a row should get a new reference where logits grow along the keys.
 
-        Kernels add the growth of a tile to the shifts of exponents, which are below 2^8 unless scores
-        are larger. So each addition errs by 2^-17 of a power of two at most, and 32 err by 2^-12.
+        Kernels add the growth of a tile to the shifts of exponents, instead of computing them again. In
+        units of log2 they are below 2^8 unless scores are larger, so that each addition errs by 2^-17
+        at most, and 32 additions by 2^-12.
         """
         return 32
 

@@ -33,6 +33,16 @@ DEVICE float softmax_exponent(float scale, float score_scale) {
   return fmaxf(fabsf(scale) * (LOG2_E / score_scale), 1e-20f);
 }
 
+// The maximum of the thread's row r of a tile, in every thread that has a part of the row.
+template <int N>
+DEVICE float maximum_of_row(const float (&x)[N], int r) {
+  float maximum = -INFINITY;
+#pragma unroll
+  for (int i = 2 * r; i < N; i += 4) maximum = fmaxf(maximum, fmaxf(x[i], x[i + 1]));
+  maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
+  return fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
+}
+
 // Rows 2 lane_row and 2 lane_row + 1 of a warp's 16. The scores passed in are final (after modify): restart() takes
 // their maximum.
 template <class Element>
@@ -87,16 +97,9 @@ struct Softmax {
     bool exceeds[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float maximum = -INFINITY;
-#pragma unroll
-      for (int i = 2 * r; i < N; i += 4) maximum = fmaxf(maximum, fmaxf(c[i], c[i + 1]));
-      maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
-      maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
+      const float maximum = maximum_of_row(c, r);
       exceeds[r] = !HIDES_KEYS || signbit(sum[r]);
-      const float next = exceeds[r] ? fminf(shift[r], -maximum * exponent - HEADROOM) : shift[r];
-      factor[r] = exp2_fast((next - shift[r]) / RESCALINGS);
-      shift[r] = next;
-      sum[r] = rescaled(fabsf(sum[r]), factor[r]);
+      factor[r] = move(r, exceeds[r] ? fminf(shift[r], -maximum * exponent - HEADROOM) : shift[r]);
     }
     begin();
 #pragma unroll
@@ -104,6 +107,14 @@ struct Softmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       if (exceeds[r]) sum[r] += added[r];
+  }
+
+  // Moves row r's reference. Returns the factor of what was summed before.
+  DEVICE float move(int r, float next) {
+    const float factor = exp2_fast((next - shift[r]) / RESCALINGS);
+    shift[r] = next;
+    sum[r] = rescaled(fabsf(sum[r]), factor);
+    return factor;
   }
 
   // The sum of the whole row, in every thread that has a part of the row.
@@ -114,17 +125,51 @@ struct Softmax {
   }
 };
 
-// Softmax::add_columns() with a shift for each of the thread's columns and rows.
+// Softmax::add_columns() of exponents of 2.
 template <class Element>
-DEVICE void add_shifted_columns(Softmax<Element>& softmax, u32 (&p)[4], bool high, const float (&c)[4],
-                                const float (&shifts)[4]) {
+DEVICE void add_exponents(Softmax<Element>& softmax, u32 (&p)[4], bool high, const float* x) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float x = exp2_fast(c[2 * r] * softmax.exponent + shifts[2 * r]);
-    const float y = exp2_fast(c[2 * r + 1] * softmax.exponent + shifts[2 * r + 1]);
-    p[2 * high + r] = pack<Element>(x, y);
-    softmax.add(r, make_float2(x, y));
+    const float2 y = make_float2(exp2_fast(x[2 * r]), exp2_fast(x[2 * r + 1]));
+    p[2 * high + r] = pack<Element>(y.x, y.y);
+    softmax.add(r, y);
   }
+}
+
+// Whether row r has a reference.
+template <class Element>
+DEVICE bool has_reference(const Softmax<Element>& softmax, int r) {
+  return softmax.shift[r] != NO_REFERENCE;
+}
+
+// The shift of row r, or 0 if it has no reference.
+template <class Element>
+DEVICE float origin_of(const Softmax<Element>& softmax, int r) {
+  return has_reference(softmax, r) ? softmax.shift[r] : 0.f;
+}
+
+// Softmax::restart() of exponents of 2, which count from their row's shift, or from 0 if the row has no reference.
+// Rows that have not exceeded their references get the probabilities that they had, to the last bit. Tells which rows
+// have `exceeded` them.
+template <class Element, int N>
+DEVICE void restart_from_exponents(Softmax<Element>& softmax, u32 (&p)[N / 8][4], float (&x)[N], float (&factor)[2],
+                                   bool (&exceeded)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float maximum = maximum_of_row(x, r);
+    const float most = has_reference(softmax, r) ? 0.f : NO_REFERENCE;  // a row that has seen no key gets no reference
+    exceeded[r] = !HIDES_KEYS || signbit(softmax.sum[r]);
+    const float moved = exceeded[r] ? fminf(most, -maximum - HEADROOM) : 0.f;
+    factor[r] = softmax.move(r, exceeded[r] ? origin_of(softmax, r) + moved : softmax.shift[r]);
+#pragma unroll
+    for (int i = 2 * r; i < N; i += 4) x[i] += moved, x[i + 1] += moved;
+  }
+  softmax.begin();
+#pragma unroll
+  for (int n = 0; n < N / 4; ++n) add_exponents(softmax, p[n / 2], n & 1, x + 4 * n);
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    if (exceeded[r]) softmax.sum[r] += softmax.added[r];
 }
 
 // Ends a tile like Softmax::end() if all its rows exceeded their references, so that restart() gives them new ones.

@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         "softmax-sum-not-rescaled",
         f"{CUDA}/softmax.cuh",
-        "rescaled(fabsf(sum[r]), factor[r])",
+        "rescaled(fabsf(sum[r]), factor)",
         "fabsf(sum[r])",
         "When a later tile of keys exceeds the reference, what was summed before keeps the old one's scale.",
         (f"{EMULATED}::test_scores_that_grow_along_the_keys",),
@@ -16,8 +16,8 @@ MUTANTS = (
     Mutant(
         "softmax-maximum-of-two-threads",
         f"{CUDA}/softmax.cuh",
-        "maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));",
-        "",
+        "return fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));",
+        "return maximum;",
         "The four threads of a row take two references, whose sums do not add up.",
         (f"{EMULATED}::test_accurate[{SM90}]",),
     ),

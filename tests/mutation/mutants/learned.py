@@ -202,8 +202,8 @@ MUTANTS = (
     Mutant(
         "sums-start-at-exponents",
         f"{CUDA}/forward_sm90.cu.j2",
-        "start[i] = levels[i] * per_exponent;",
-        "start[i] = levels[i];",
+        'softmax.shift[i >> 1]){{ " * per_exponent" if plan.starts_sums }};',
+        "softmax.shift[i >> 1]);",
         "Sums of the convolution start at shifts in the unit of exponents, so that probabilities are wrong.",
         (f"{EMULATED_LEARNED}::test_forward",),
     ),
@@ -234,10 +234,18 @@ MUTANTS = (
     Mutant(
         "shifts-of-the-same-tile-after-a-new-reference",
         f"{CUDA}/forward_sm90.cu.j2",
-        "shift_columns(first, softmax, score_function, first_position, key + KEYS, lane);",
-        "shift_columns(first, softmax, score_function, first_position, key, lane);",
+        "shift_columns(from, softmax.shift, score_function, first_position, key + KEYS, lane);",
+        "shift_columns(from, softmax.shift, score_function, first_position, key, lane);",
         "After a new reference, keys have the bias of those one tile before.",
         ("tests/test_emulated_kernels.py::test_logits_that_grow_along_the_keys",),
+    ),
+    Mutant(
+        "restart-from-scores",
+        f"{CUDA}/softmax.cuh",
+        "const float moved = exceeded[r] ? fminf(most, -maximum - HEADROOM) : 0.f;",
+        "const float moved = fminf(most, -maximum - HEADROOM);",
+        "Rows that keep their references get probabilities that count from other ones.",
+        ("tests/test_hidden_emulated.py::test_expressions",),
     ),
     Mutant(
         "key-terms-of-other-columns",
