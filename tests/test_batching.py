@@ -146,7 +146,7 @@ def distances_from_likeliest(model: MtaForCausalLM, outputs: list[Any]) -> torch
 def test_tokens_are_the_likeliest_on_a_gpu(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that read pages round in bf16 in another order than those of a whole sequence."""
     model = made().to("cuda", torch.bfloat16)
-    assert distances_from_likeliest(model, batched(model, 16, 64, graphs=graphs)).max() < 0.1
+    assert distances_from_likeliest(model, batched(model, 16, 64, graphs=graphs)).max() < 0.5
     forget_queries(monkeypatch)
     assert distances_from_likeliest(model, batched(model, 16, 64, graphs=graphs)).max() > 1
 
