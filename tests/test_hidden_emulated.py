@@ -106,8 +106,8 @@ def test_training(target: str, spec: Spec, folder: Path) -> None:
 def test_expressions(target: str, logits: str, folder: Path) -> None:
     """Rows keep their references where other rows of their warp see keys that exceed theirs."""
     spec = Spec((6, 11), 64, logits=logits)
-    forward = host_function(plan(spec, target, "cuda").tile["forward"], folder)
-    assert not failures(spec, training(spec, forward))
+    tile = plan(spec, target, "cuda").tile
+    assert not failures(spec, training(spec, *(host_function(tile[name], folder) for name in ("forward", "backward"))))
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,23 @@ def test_training(backend: str, stages: str, window: str) -> None:
     assert not hidden.training_failures(op, 500, 517, 400, "cuda", heads=4)
 
 
+@pytest.mark.parametrize("backend", ["cuda", "cuda of sm_80"])
+@pytest.mark.parametrize(
+    "logits",
+    [
+        "s - (i - j) / 80",
+        "s + log(1 + abs(i - j))",
+        "s + min(j, 300) / 40",
+        "30 * tanh(s / 30)",
+        "s + 3 * tanh(s) - j / 9",
+    ],
+)
+def test_expressions(backend: str, logits: str) -> None:
+    """Rows keep their references where other rows of their warp see keys that exceed theirs."""
+    op = op_of(backend, "paper", logits=logits)
+    assert not hidden.training_failures(op, 500, 517, 400, "cuda", heads=4)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("stages", "window"), PAIRS)
 def test_decode(backend: str, stages: str, window: str) -> None:
