@@ -1182,7 +1182,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
     // P: probabilities of the outputs' keys, as A operands of P V.
     if (takes_rows) barrier_wait(taken + ROWS_WRITTEN + BARRIER * slab, t / 2 & 1);
     u32 p[KEYS / 16][4];
-    int first_position = work.unseen + position, key = work.unseen + t * KEYS - LAG;  // of the first output
     // Computes P while the tile is convolved. Returns whether the probabilities fit the current references; if not, the
     // tile is convolved again, for its maximum.
     auto fits = [&] {
