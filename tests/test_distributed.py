@@ -823,16 +823,10 @@ def test_errors(ranks: Ranks) -> None:
         "legal: the number of rows of the whole sequence"
     )
     assert second["length"] == "rows: got 6; rank 1 of 2 holds 7 of 14 rows; legal: 7, the rows that shard() returns"
-    begins = {"op": "op", "group": "group_or_mesh", "mesh": "group_or_mesh", "balanced": "balanced", "uneven": "length"}
-    begins |= {
-        "length": "rows",
-        "length of a kind": "length",
-        "keys": "rows of k",
-        "weight": "weight",
-        "scale": "scale",
-    }
-    begins |= {"unshard": "rows", "documents": "cu_seqlens", "batches as documents": "q.shape"}
-    begins |= {"layer's dropout": "dropout", "cache": "cache", "layer's length": "length"}
+    begins = {name: name for name in ("op", "balanced", "weight", "scale", "cache")}
+    begins |= {"group": "group_or_mesh", "mesh": "group_or_mesh", "uneven": "length", "length": "rows"}
+    begins |= {"length of a kind": "length", "keys": "rows of k", "unshard": "rows", "documents": "cu_seqlens"}
+    begins |= {"batches as documents": "q.shape", "layer's dropout": "dropout", "layer's length": "length"}
     for name, message in first.items():
         assert message.startswith(f"{begins[name]}: got ")
         assert message.count("; ") >= 2
