@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=60)  # with NCCL the first call compiles its kernels
 
 
 class Ranks:
@@ -45,7 +46,9 @@ class Ranks:
             pipe.send((size, function, arguments))
         answers = []
         for pipe in pipes:
-            assert pipe.poll(2 * TIMEOUT.total_seconds()), "a process does not answer"
+            if not pipe.poll(2 * TIMEOUT.total_seconds()):
+                self._kill()  # or the next run would take the late answer for its own
+                raise TimeoutError("a process does not answer")
             answers.append(pipe.recv())
         failed = [trace for trace, _ in answers if trace]
         assert not failed, "\n".join(failed)
@@ -54,9 +57,14 @@ class Ranks:
     def stop(self) -> None:
         """End the processes."""
         for pipe in self._pipes:
-            pipe.send(None)
+            with suppress(BrokenPipeError):  # it was killed
+                pipe.send(None)
         for process in self._processes:
             process.join(10)
+        self._kill()
+
+    def _kill(self) -> None:
+        for process in self._processes:
             process.kill()
 
 
