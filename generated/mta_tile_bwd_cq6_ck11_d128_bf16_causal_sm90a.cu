@@ -370,6 +370,27 @@ DEVICE void wgmma_scores(float (&d)[32], u64 a, u64 b, bool accumulate) {
 
 // d[64 x 128] = a[64 x 16] b[16 x 128], plus d if `accumulate`.
 // a is M-major, b is N-major in shared memory.
+DEVICE void wgmma_values(float (&d)[64], u64 a, u64 b, bool accumulate) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %66, 0;\n\t"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{ %0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
+      "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63 }, "
+      "%64, %65, p, 1, 1, 1, 1;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
+        "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
+        "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
+        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+// d[64 x 128] = a[64 x 16] b[16 x 128], plus d if `accumulate`.
+// a is M-major, b is N-major in shared memory.
 DEVICE void wgmma_keys(float (&d)[64], u64 a, u64 b, bool accumulate) {
   asm volatile(
       "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %66, 0;\n\t"
@@ -527,7 +548,7 @@ DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[TOEPLITZ_LOADS],
 // ---- Constants, which the drawing above the main kernel shows ----------------------------------------------------
 
 using Element = bf16;
-constexpr int D = 128, CQ = 6, CK = 11;
+constexpr int D = 128, DV = 128, CQ = 6, CK = 11;
 constexpr int THREADS = 384;
 constexpr int WARPGROUP = 128;
 // A step has ROWS rows; a warp works on one row tile.
@@ -551,8 +572,8 @@ constexpr int ROW_ROOM = 144;
 constexpr bool BOUNDS_KEYS = true;
 // Whether the last rows may see none of a CTA's keys, so that its steps end before them.
 constexpr bool MAY_END_EARLY = false;
-// ROW_LANES threads share a vector, 8 elements each.
-constexpr int ROW_LANES = 16;
+// Threads that share a row of Q or K, and one of dO or V, with 8 elements each.
+constexpr int ROW_LANES = 16, VALUE_LANES = 16;
 // The slab of S holds q . k times SCORE_SCALE, so that it fits fp16.
 constexpr float SCORE_SCALE = 0.00390625f;
 
@@ -689,15 +710,14 @@ extern "C" __global__ void __launch_bounds__(256) mta_tile_bwd_rows_cq6_ck11_d12
     const float* __restrict__ grad_lse, float* __restrict__ row_lse, float* __restrict__ row_dot,
     float* __restrict__ dq_sum, long long grad_out_stride_b, long long grad_out_stride_h, long long grad_out_stride_n,
     int heads, int n_q, int row_pitch) {
-  constexpr int BLOCK_ROWS = 256 / ROW_LANES;
+  constexpr int LANES = ROW_LANES > VALUE_LANES ? ROW_LANES : VALUE_LANES, BLOCK_ROWS = 256 / LANES;
   const int blocks = (row_pitch + BLOCK_ROWS - 1) / BLOCK_ROWS;  // per head; x counts the blocks of all heads, because y ends at 65535
-  const int head = blockIdx.x / blocks, column = threadIdx.x % ROW_LANES;
-  const int i = blockIdx.x % blocks * BLOCK_ROWS + threadIdx.x / ROW_LANES;  // the row of statistics
+  const int head = blockIdx.x / blocks, column = threadIdx.x % LANES;
+  const int i = blockIdx.x % blocks * BLOCK_ROWS + threadIdx.x / LANES;  // the row of statistics
   const BatchRow row(head, i, heads, n_q);
   float dot = 0.f;
-  if (row.exists && column < D / CHUNK) {
-    const long long at = row.output * D + column * CHUNK;
-    const uint4 x = *reinterpret_cast<const uint4*>(out + at);
+  if (row.exists && column < DV / CHUNK) {
+    const uint4 x = *reinterpret_cast<const uint4*>(out + row.output * DV + column * CHUNK);
     const uint4 y = *reinterpret_cast<const uint4*>(
         grad_out + row.at(grad_out_stride_b, grad_out_stride_h, grad_out_stride_n) + column * CHUNK);
     const u32 outputs[4] = {x.x, x.y, x.z, x.w}, gradients[4] = {y.x, y.y, y.z, y.w};
@@ -706,10 +726,12 @@ extern "C" __global__ void __launch_bounds__(256) mta_tile_bwd_rows_cq6_ck11_d12
       const float2 x = unpack<Element>(outputs[e]), y = unpack<Element>(gradients[e]);
       dot = fmaf(x.x, y.x, fmaf(x.y, y.y, dot));
     }
-    float4* const zeros = reinterpret_cast<float4*>(dq_sum + at);
+  }
+  if (row.exists && column < D / CHUNK) {
+    float4* const zeros = reinterpret_cast<float4*>(dq_sum + row.output * D + column * CHUNK);
     zeros[0] = zeros[1] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
-  dot = sum_of_lanes(dot, ROW_LANES);
+  dot = sum_of_lanes(dot, LANES);
   if (i < row_pitch && column == 0) {
     const long long to = static_cast<long long>(head) * row_pitch + i;
     row_dot[to] = row.exists ? dot - (grad_lse ? grad_lse[row.statistic] : 0.f) : 0.f;
@@ -842,15 +864,15 @@ DEVICE float2 load_pair(u32 from) {
 // in fragments.
 DEVICE constexpr int interleaved(int place) { return (place & ~15) + 2 * (place & 7) + (place >> 3 & 1); }
 
-// COPIERS threads copy COUNT rows, from row `first` on, into a tile of TILE_ROWS rows. Rows outside [0, rows) are
-// zeros.
-template <int COUNT, int TILE_ROWS, bool INTERLEAVED, int COPIERS>
+// COPIERS threads copy COUNT rows of DIM elements, from row `first` on, into a tile of TILE_ROWS rows. LANES threads
+// share a row. Rows outside [0, rows) are zeros.
+template <int DIM, int LANES, int COUNT, int TILE_ROWS, bool INTERLEAVED, int COPIERS>
 DEVICE void copy_rows(u32 tile, const Element* from, long long stride, int first, int rows, int thread) {
-  constexpr int SWEEP = COPIERS / ROW_LANES;
+  constexpr int SWEEP = COPIERS / LANES;
   static_assert((SWEEP & (SWEEP - 1)) == 0, "tile_address_from takes rows below a power of two that divides the step");
-  const int place = thread / ROW_LANES, column = thread % ROW_LANES;
+  const int place = thread / LANES, column = thread % LANES;
   const int row = first + (INTERLEAVED ? interleaved(place) : place);
-  if (D / CHUNK < ROW_LANES && column >= D / CHUNK) return;
+  if (DIM / CHUNK < LANES && column >= DIM / CHUNK) return;
   const u32 to = tile_address<TILE_ROWS>(tile, place, column);
   from += row * stride + column * CHUNK;
 #pragma unroll
@@ -1367,9 +1389,10 @@ DEVICE void add_row_tile(float (&sums)[WEIGHT_PRODUCTS][4], const Cta& cta, int 
 
 // Each main warpgroup has a part of the columns. The first DQ_PARTS warpgroups compute dQ, each some of its columns.
 constexpr int MAIN_THREADS = WARPGROUP * PARTS, DQ_PARTS = 2;
-// Bytes of a part's P or dS, of a part's keys in a panel of K or V, of a step's Q or dO, and of a step's lse and dot.
+// Bytes of a part's P or dS, of a part's keys in a panel of K or V, of a step's Q, dO, and lse and dot.
 constexpr int SCORES_TILE = ROWS * PANEL_ROW, KEYS_TILE = PART * PANEL_ROW;
-constexpr int VECTORS_TILE = ROWS * 2 * PANEL_ROW, STATISTICS = 2 * 4 * ROWS;
+constexpr int QUERIES_TILE = ROWS * 2 * PANEL_ROW, OUTPUTS_TILE = ROWS * 2 * PANEL_ROW;
+constexpr int STATISTICS = 2 * 4 * ROWS;
 
 enum NamedBarrier { ALL, SCORES, GRADIENTS, SCORE_GRADIENTS, PRODUCER };
 
@@ -1378,12 +1401,14 @@ enum NamedBarrier { ALL, SCORES, GRADIENTS, SCORE_GRADIENTS, PRODUCER };
 
 DEVICE int thread_of_warpgroup() { return static_cast<unsigned>(thread_index()) % WARPGROUP; }
 
-// d = rows of Q times a part's keys, or rows of dO times its values.
+// d = rows of Q times a part's keys, or rows of dO times its values, of DIM elements.
+template <int DIM>
 DEVICE void issue_scores(float (&d)[PART / 2], u32 vectors, u32 keys) {
   const u64 a = operand(vectors), b = operand(keys);
   wgmma_fence();
 #pragma unroll
-  for (int kk = 0; kk < D / 16; ++kk) wgmma_scores(d, a + inner_columns(kk, ROWS), b + inner_columns(kk, KEYS), kk > 0);
+  for (int kk = 0; kk < DIM / 16; ++kk)
+    wgmma_scores(d, a + inner_columns(kk, ROWS), b + inner_columns(kk, KEYS), kk > 0);
   wgmma_commit();
 }
 
@@ -1400,11 +1425,11 @@ DEVICE void issue_queries(float (&dq)[DQ_COLUMNS / 2], u32 base, int part) {
 }
 
 // dv += P^T dO, of a part's keys.
-DEVICE void issue_values(float (&dv)[D / 2], u32 probabilities, u32 output_gradients) {
+DEVICE void issue_values(float (&dv)[DV / 2], u32 probabilities, u32 output_gradients) {
   const u64 a = operand(probabilities), b = operand(output_gradients, ROWS * PANEL_ROW);
   wgmma_fence();
 #pragma unroll
-  for (int kk = 0; kk < ROW_TILES; ++kk) wgmma_keys(dv, a + inner_rows(kk), b + inner_rows(kk), true);
+  for (int kk = 0; kk < ROW_TILES; ++kk) wgmma_values(dv, a + inner_rows(kk), b + inner_rows(kk), true);
   wgmma_commit();
 }
 
@@ -1448,21 +1473,22 @@ DEVICE void add_to_queries(float* dq_sum, float (&dq)[DQ_COLUMNS / 2], long long
 
 // Writes dK or dV; column 0 is key c0 + lag. Columns of dK that the CTA shares with a neighbour go to `parts`. dV has
 // no such columns, and `parts` is null.
-DEVICE void store_keys(Element* to, float* parts, const float (&sums)[D / 2], const Cta& cta, const Place& at,
-                       float factor, int lag) {
+template <int DIM>
+DEVICE void store_keys(Element* to, float* parts, const float* sums, const Cta& cta, const Place& at, float factor,
+                       int lag) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {  // rows of a fragment are keys here
     const int column = PART * at.part + 16 * at.row_tile + at.lane_row + 8 * r, j = cta.c0 + lag + column;
     const bool shared = parts && is_shared(column);
     if (!shared && (column >= OWNED || j >= cta.n_k)) continue;
 #pragma unroll
-    for (int n = 0; n < D / 8; ++n) {
+    for (int n = 0; n < DIM / 8; ++n) {
       const float* const x = sums + 4 * n + 2 * r;
       const int pair = 4 * n + at.lane_pair;
       if (shared)
-        reinterpret_cast<float2*>(parts + part_row(column) * D)[pair] = make_float2(x[0], x[1]);
+        reinterpret_cast<float2*>(parts + part_row(column) * DIM)[pair] = make_float2(x[0], x[1]);
       else
-        reinterpret_cast<u32*>(to + cta.key_row(j) * D)[pair] = pack<Element>(x[0] * factor, x[1] * factor);
+        reinterpret_cast<u32*>(to + cta.key_row(j) * DIM)[pair] = pack<Element>(x[0] * factor, x[1] * factor);
     }
   }
 }
@@ -1493,16 +1519,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
     barrier_init_fence();
   }
 
-  auto load_rows = [&](u32 tile, const Element* from, long long stride, int row) {
-    copy_rows<ROWS, ROWS, true, WARPGROUP>(tile, from, stride, row, cta.n_q, thread_of_warpgroup());
-  };
   // Producer warps copy the Q, dO and statistics of a step, each of which has two buffers.
   auto load_step = [&](int h, int step) {
     const int row = cta.first + step * ROWS, buffer = step & 1, thread = thread_of_warpgroup();
-    load_rows(base + SHARED_DO + buffer * VECTORS_TILE,
-              grad_out + cta.queries(h, grad_out_stride_b, grad_out_stride_h, grad_out_stride_n), grad_out_stride_n, row);
-    load_rows(base + SHARED_Q + buffer * VECTORS_TILE,
-              q + cta.queries(h, q_stride_b, q_stride_h, q_stride_n), q_stride_n, row);
+    copy_rows<DV, VALUE_LANES, ROWS, ROWS, true, WARPGROUP>(
+        base + SHARED_DO + buffer * OUTPUTS_TILE,
+        grad_out + cta.queries(h, grad_out_stride_b, grad_out_stride_h, grad_out_stride_n), grad_out_stride_n, row, cta.n_q,
+        thread_of_warpgroup());
+    copy_rows<D, ROW_LANES, ROWS, ROWS, true, WARPGROUP>(
+        base + SHARED_Q + buffer * QUERIES_TILE,
+        q + cta.queries(h, q_stride_b, q_stride_h, q_stride_n), q_stride_n, row, cta.n_q,
+        thread_of_warpgroup());
     const float* const from = thread < ROWS ? row_lse : row_dot;
     const long long first = cta.head_of_statistics(h, heads) * row_pitch + cta.statistics_before(ROW_ROOM);
     copy_word_async(base + SHARED_STATISTICS + buffer * STATISTICS + thread * 4, from + first + row + thread % ROWS);
@@ -1510,8 +1537,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
   auto load_row_tile_above = [&](int h, int step) {
     const Element* const from = q + cta.queries(h, q_stride_b, q_stride_h, q_stride_n);
     const int row = cta.first + step * ROWS - ROW_TILE;
-    copy_rows<ROW_TILE, ROW_TILE, true, WARPGROUP>(base + SHARED_Q_ABOVE, from, q_stride_n, row, cta.n_q,
-                                                   thread_of_warpgroup());
+    copy_rows<D, ROW_LANES, ROW_TILE, ROW_TILE, true, WARPGROUP>(base + SHARED_Q_ABOVE, from, q_stride_n, row, cta.n_q,
+                                                                 thread_of_warpgroup());
   };
   // All threads prepare head h: zeros in the slabs, tables of taps, the vectors of step 0.
   auto begin_head = [&](int h) {
@@ -1570,14 +1597,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
 
   registers_up_to<224>();
   const u32 part_keys = warpgroup * KEYS_TILE;
-  auto load_keys = [&](u32 tile, const Element* from, long long stride, int key) {
-    copy_rows<PART, KEYS, false, WARPGROUP>(tile + part_keys, from, stride, key + PART * warpgroup, cta.loaded_keys(),
-                                            threadIdx.x % WARPGROUP);
-  };
-  load_keys(base + SHARED_K, k + cta.keys(cta.h, k_stride_b, k_stride_h, k_stride_n), k_stride_n, cta.c0);
-  load_keys(base + SHARED_V, v + cta.keys(cta.h, v_stride_b, v_stride_h, v_stride_n), v_stride_n, cta.c0 + PAD_LEFT);
+  copy_rows<D, ROW_LANES, PART, KEYS, false, WARPGROUP>(
+      base + SHARED_K + part_keys, k + cta.keys(cta.h, k_stride_b, k_stride_h, k_stride_n), k_stride_n,
+      cta.c0 + PART * warpgroup, cta.loaded_keys(), threadIdx.x % WARPGROUP);
+  copy_rows<DV, VALUE_LANES, PART, KEYS, false, WARPGROUP>(
+      base + SHARED_V + part_keys, v + cta.keys(cta.h, v_stride_b, v_stride_h, v_stride_n), v_stride_n,
+      cta.c0 + PAD_LEFT + PART * warpgroup, cta.loaded_keys(), threadIdx.x % WARPGROUP);
 
-  float dk_sums[D / 2] = {}, dv_sums[D / 2] = {};
+  float dk_sums[D / 2] = {}, dv_sums[DV / 2] = {};
   int done = 0;  // counts steps, of this head and those before
 #pragma unroll 1
   for (int h = cta.h * group; h < (cta.h + 1) * group; ++h) {
@@ -1591,14 +1618,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
       const Place at(warpgroup);
       store_scores(s, cta, at, in_score_ring(step, at), step);
     };
-    issue_scores(s, base + SHARED_Q, base + SHARED_K + part_keys);
+    issue_scores<D>(s, base + SHARED_Q, base + SHARED_K + part_keys);
     wgmma_wait<0>();
     pin(s);
     store_scores_of(0);
 #pragma unroll 1
     for (int step = 0; step < cta.steps; ++step) {
       const int buffer = step & 1;
-      const u32 q_tile = base + SHARED_Q + buffer * VECTORS_TILE, do_tile = base + SHARED_DO + buffer * VECTORS_TILE;
+      const u32 q_tile = base + SHARED_Q + buffer * QUERIES_TILE, do_tile = base + SHARED_DO + buffer * OUTPUTS_TILE;
       const u32 statistics = base + SHARED_STATISTICS + buffer * STATISTICS;
       named_barrier(SCORES, MAIN_THREADS);
 
@@ -1609,7 +1636,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
         make_probabilities(p, {lse.x, lse.y}, cta, at,
                            in_score_ring(step, at), step, score_function);
       }
-      issue_scores(dp, do_tile, base + SHARED_V + part_keys);
+      issue_scores<DV>(dp, do_tile, base + SHARED_V + part_keys);
       {
         const Place at(warpgroup);
         const float2 dot = load_pair(statistics + (ROWS + at.row) * 4);
@@ -1636,7 +1663,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
       if (DQ_PARTS == PARTS || warpgroup < DQ_PARTS) issue_queries(dq, base, part);
       barrier_wait(loaded, done++ & 1);
       fence_async();
-      issue_scores(s, base + SHARED_Q + (buffer ^ 1) * VECTORS_TILE, base + SHARED_K + part_keys);
+      issue_scores<D>(s, base + SHARED_Q + (buffer ^ 1) * QUERIES_TILE, base + SHARED_K + part_keys);
       issue_values(dv_sums, base + SHARED_P + warpgroup * SCORES_TILE, do_tile);
       issue_keys(dk_sums, base + SHARED_DS + warpgroup * SCORES_TILE, base + SHARED_Q_ABOVE, q_tile);
 
@@ -1664,7 +1691,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
     named_barrier(ALL, THREADS);
   }
 
-  store_keys(dk, cta.parts(dk_parts),
-             dk_sums, cta, Place(warpgroup), scale, 0);
-  store_keys(dv, nullptr, dv_sums, cta, Place(warpgroup), 1.f, PAD_LEFT);
+  store_keys<D>(dk, cta.parts(dk_parts), dk_sums, cta, Place(warpgroup), scale, 0);
+  store_keys<DV>(dv, nullptr, dv_sums, cta, Place(warpgroup), 1.f, PAD_LEFT);
 }

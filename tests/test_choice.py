@@ -241,7 +241,7 @@ def test_strips_stand_in_for_a_backward_pass_that_does_not_fit(spec: Spec) -> No
     ("spec", "reason"),
     [
         (Spec((1, 1), 256), "cuda takes 1.72 of its time, by the cost models"),
-        (Spec((6, 11), 64, 128), "cuda takes 1.33 of its time, by the cost models"),  # the table is not of such values
+        (Spec((6, 11), 64, 256), "cuda takes 1.26 of its time, by the cost models"),  # the table is not of such values
         (Spec((6, 11), 256, mask="output"), "not cuda: head_dim: got 256"),  # convolutions in strips would be Triton's
         (Spec(None, 256), "not cuda: head_dim: got 256"),
     ],

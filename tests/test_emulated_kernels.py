@@ -60,6 +60,8 @@ SPECS = [
     ("sm_90a", Spec((4, 2), 32)),
     ("sm_90a", Spec((5, 1), 32, mask="output")),  # backward with an operand of one row shift
     ("sm_90a", Spec((7, 7), 64, causal=False)),  # backward with two columns of zeros beside W
+    ("sm_90a", Spec((3, 3), 32, value_head_dim=80)),
+    ("sm_90a", Spec((6, 11), 64, value_head_dim=16)),
     SM90_ONE_TAP,
     ("sm_80", Spec((1, 1), 32, mask="output")),
     SM80,
@@ -119,6 +121,7 @@ RACES = [
     ("backward", "sm_90a", Spec((11, 11), 80, key_padding="right")),
     ("backward", "sm_90a", Spec((1, 1), 64)),
     ("backward", "sm_90a", Spec((7, 7), 96)),
+    ("backward", "sm_90a", Spec((6, 11), 64, value_head_dim=128)),
     *((name, "sm_90a", Spec((6, 11), 64, window=(40, -1))) for name in PASSES),
     *((name, target, Spec((6, 11), 64, dropout=True)) for target in ("sm_80", "sm_90a") for name in PASSES[:2]),
 ]
@@ -127,7 +130,8 @@ RACES = [
 def case_id(value: object) -> str:
     if not isinstance(value, Spec):
         return str(value)
-    kernel = f"{value.cq}x{value.ck}-d{value.head_dim}-{value.dtype}-{value.key_padding}"
+    values = f"-dv{value.value_head_dim}" * (value.value_head_dim != value.head_dim)
+    kernel = f"{value.cq}x{value.ck}-d{value.head_dim}{values}-{value.dtype}-{value.key_padding}"
     window = "-left{}-right{}".format(*value.window) if value.window != (-1, -1) else ""
     mask = f"causal-{value.mask}" if value.causal else "full"
     return f"{kernel}-{mask}{window}{'-tables' * (value.visible is not None)}{'-dropout' * value.dropout}"
@@ -169,10 +173,11 @@ def results(spec: Spec, host: dict[str, Callable[..., Any]], name: str, n_q: int
     dtype, scale = TORCH_DTYPES[spec.dtype], spec.head_dim**-0.5
     dropout = dropout_of(spec)
 
-    def rows(n: int, heads: int) -> Tensor:
-        return torch.randn(1, n, heads, spec.head_dim, generator=random).to(dtype).transpose(1, 2)
+    def rows(n: int, heads: int, width: int) -> Tensor:
+        return torch.randn(1, n, heads, width, generator=random).to(dtype).transpose(1, 2)
 
-    q, k, v, grad_out = rows(n_q, 4), rows(n_k, 2), rows(n_k, 2), rows(n_q, 4)
+    (q, k), dv = (rows(n, heads, spec.head_dim) for n, heads in ((n_q, 4), (n_k, 2))), spec.value_head_dim
+    v, grad_out = rows(n_k, 2, dv), rows(n_q, 4, dv)
     weight = torch.randn(4, *spec.kernel, generator=random) / (spec.cq * spec.ck) ** 0.5
     if name == "decode":
         return host["decode"](

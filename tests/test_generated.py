@@ -78,7 +78,7 @@ CPU, CUDA, PORTABLE_CUDA, TRITON = (
 )
 STRIP = STRIPS[0]
 ON_CHIP = mixed_on_chip(Spec(None, 64, mixed_heads=16, post_mixed_heads=16))
-MIXED = plan(Spec((6, 11), 64, 128), "sm_90a")  # CUDA has one head dim in backward passes
+MIXED = plan(Spec((6, 11), 64, 256), "sm_90a")  # dV of such values does not fit the fused backward kernel
 
 
 def name_of(made: Plan) -> str:

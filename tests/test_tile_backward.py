@@ -198,7 +198,7 @@ def test_a_loaded_operand_has_the_words_of_those_made_of_it() -> None:
     ("spec", "target", "limit"),
     [
         (Spec((6, 11), 192), "sm_90a", "registers"),
-        (Spec((6, 11), 64, value_head_dim=128), "sm_90a", "value_head_dim"),
+        (Spec((6, 11), 64, value_head_dim=128), "sm_89", "value_head_dim"),
         (Spec((6, 11), 64, dtype="fp32"), "sm_90a", "dtype"),
         (Spec((17, 11), 64), "sm_90a", "kernel"),
         (Spec((6, 19), 64), "sm_90a", "kernel"),

@@ -101,7 +101,8 @@ class TileBackward(TilePass):
         target = get_target(self.target)
         rate = target.tensor_flop_per_cycle if self.hopper else target.mma_flop_per_cycle
         mma = self.toeplitz.mma_of_scores + 2 * self.toeplitz.mma_per_tile  # with the adjoint and the gradient of W
-        products, convolutions = 10 * self.spec.head_dim / rate, 32 * mma / target.mma_flop_per_cycle
+        products = (6 * self.spec.head_dim + 4 * self.spec.value_head_dim) / rate
+        convolutions = 32 * mma / target.mma_flop_per_cycle
         needed = self.registers.needed + (self.toeplitz.registers if self.hopper else 0)  # B operands stay in registers
         spilled = max(0, needed - self.registers.split[0])
         spills = _SPILL_BYTES * spilled * 32 * self.warps / SHARED_BYTES_PER_CYCLE
@@ -163,11 +164,12 @@ class TileBackward(TilePass):
     @property
     def wgmmas(self) -> tuple[Wgmma, ...]:
         """The warpgroup products."""
-        dtype, dim = self.spec.dtype, self.spec.head_dim
+        dtype, queries, dim = self.spec.dtype, self.geometry.dq_columns, self.spec.head_dim
         return (
             Wgmma("wgmma_scores", PANEL, dtype),  # Q K^T and dO V^T
-            Wgmma("wgmma_keys", dim, dtype, a_transposed=True, b_transposed=True),  # P^T dO and dS^T Q
-            Wgmma("wgmma_queries", self.geometry.dq_columns, dtype, b_transposed=True),  # dS K
+            Wgmma("wgmma_values", self.spec.value_head_dim, dtype, a_transposed=True, b_transposed=True),  # P^T dO
+            Wgmma("wgmma_keys", dim, dtype, a_transposed=True, b_transposed=True),  # dS^T Q
+            Wgmma("wgmma_queries", queries, dtype, b_transposed=True),  # dS K
         )
 
     # ---- Kernels
@@ -333,8 +335,8 @@ def backward_candidates(spec: Spec, target: Target) -> list[TileBackward]:
         PlanError: no plan fits; the message names the limit.
     """
     check_supported(spec, target)
-    if spec.value_head_dim != spec.head_dim:
-        rule = "the fused backward kernel needs value_head_dim equal to head_dim"
+    if spec.value_head_dim != spec.head_dim and "wgmma" not in target.matrix:
+        rule = f"the fused backward kernel of {target.name} needs value_head_dim equal to head_dim"
         raise PlanError(explain("value_head_dim", spec.value_head_dim, rule, f"{spec.head_dim}, or backend='triton'"))
     if reason := why_not_summed(spec):
         rule = f"the fused backward kernel does not sum all gradients: {reason}"

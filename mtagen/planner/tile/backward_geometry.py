@@ -158,8 +158,13 @@ class BackwardGeometry:
 
     @property
     def panels(self) -> int:
-        """Number of panels of 64 columns of a tile of vectors (rows of Q, dO, K or V)."""
+        """Number of panels of 64 columns of a tile of rows of Q or K."""
         return -(-self.spec.head_dim // PANEL)
+
+    @property
+    def value_panels(self) -> int:
+        """Number of panels of 64 columns of a tile of rows of dO or V."""
+        return -(-self.spec.value_head_dim // PANEL)
 
     @property
     def slab_row(self) -> int:
@@ -173,7 +178,7 @@ class BackwardGeometry:
         """Words of the table of pairs of neighbouring taps of a row of W, with zeros on both sides."""
         return CHUNK * self.toeplitz.chunks + 6
 
-    @property
-    def row_lanes(self) -> int:
-        """Number of threads that share a row of 16-byte columns, a power of two."""
-        return 1 << (self.spec.head_dim // 8 - 1).bit_length()
+    @staticmethod
+    def row_lanes(dim: int) -> int:
+        """Number of threads that share a row of `dim` elements in 16-byte columns, a power of two."""
+        return 1 << (dim // 8 - 1).bit_length()

@@ -41,7 +41,8 @@ class BackwardRegisters:
         gradient of W.
         """
         geometry = self.geometry
-        sums = 2 * geometry.keys * (geometry.spec.head_dim + geometry.rows) // (32 * geometry.warps)
+        columns = geometry.spec.head_dim + geometry.spec.value_head_dim + 2 * geometry.rows
+        sums = geometry.keys * columns // (32 * geometry.warps)
         products, operands = 4 * len(geometry.weight_gradient.products), geometry.toeplitz.registers
         return sums + (0 if geometry.hopper else products + operands) + _RESERVED
 

@@ -65,15 +65,16 @@ def _full_score_ring(geometry: BackwardGeometry) -> int:
 
 def _regions(geometry: BackwardGeometry, dropout: DropoutBits | None, score_ring: int) -> tuple[Region, ...]:
     rows, keys, hopper = geometry.rows, geometry.keys, geometry.hopper
-    vectors, parity = 128 * geometry.panels, ROW_TILE // 2 * geometry.slab_row
+    vectors, values = 128 * geometry.panels, 128 * geometry.value_panels  # bytes of a row
+    parity = ROW_TILE // 2 * geometry.slab_row
     buffers, scores = (2 if hopper else 1), rows * 128 * -(-keys // PANEL)
     return lay_out(
         (
             ("K", keys * vectors, 1024),
-            ("V", keys * vectors, 1024),
+            ("V", keys * values, 1024),
             ("Q", (2 * rows if hopper else ROW_TILE + rows) * vectors, 1024),
             ("Q_ABOVE", ROW_TILE * vectors if hopper else 0, 1024),
-            ("DO", buffers * rows * vectors, 1024),
+            ("DO", buffers * rows * values, 1024),
             ("P", scores, 1024),
             ("DS", scores if hopper else 0, 1024),
             ("S", 2 * score_ring * parity + 16, 16),  # unused windows end past the last row

@@ -55,15 +55,15 @@ DEVICE float2 load_pair(u32 from) {
 // in fragments.
 DEVICE constexpr int interleaved(int place) { return (place & ~15) + 2 * (place & 7) + (place >> 3 & 1); }
 
-// COPIERS threads copy COUNT rows, from row `first` on, into a tile of TILE_ROWS rows. Rows outside [0, rows) are
-// zeros.
-template <int COUNT, int TILE_ROWS, bool INTERLEAVED, int COPIERS>
+// COPIERS threads copy COUNT rows of DIM elements, from row `first` on, into a tile of TILE_ROWS rows. LANES threads
+// share a row. Rows outside [0, rows) are zeros.
+template <int DIM, int LANES, int COUNT, int TILE_ROWS, bool INTERLEAVED, int COPIERS>
 DEVICE void copy_rows(u32 tile, const Element* from, long long stride, int first, int rows, int thread) {
-  constexpr int SWEEP = COPIERS / ROW_LANES;
+  constexpr int SWEEP = COPIERS / LANES;
   static_assert((SWEEP & (SWEEP - 1)) == 0, "tile_address_from takes rows below a power of two that divides the step");
-  const int place = thread / ROW_LANES, column = thread % ROW_LANES;
+  const int place = thread / LANES, column = thread % LANES;
   const int row = first + (INTERLEAVED ? interleaved(place) : place);
-  if (D / CHUNK < ROW_LANES && column >= D / CHUNK) return;
+  if (DIM / CHUNK < LANES && column >= DIM / CHUNK) return;
   const u32 to = tile_address<TILE_ROWS>(tile, place, column);
   from += row * stride + column * CHUNK;
 #pragma unroll

@@ -9,12 +9,14 @@
 
 DEVICE int thread_of_warpgroup() { return static_cast<unsigned>(thread_index()) % WARPGROUP; }
 
-// d = rows of Q times a part's keys, or rows of dO times its values.
+// d = rows of Q times a part's keys, or rows of dO times its values, of DIM elements.
+template <int DIM>
 DEVICE void issue_scores(float (&d)[PART / 2], u32 vectors, u32 keys) {
   const u64 a = operand(vectors), b = operand(keys);
   wgmma_fence();
 #pragma unroll
-  for (int kk = 0; kk < D / 16; ++kk) wgmma_scores(d, a + inner_columns(kk, ROWS), b + inner_columns(kk, KEYS), kk > 0);
+  for (int kk = 0; kk < DIM / 16; ++kk)
+    wgmma_scores(d, a + inner_columns(kk, ROWS), b + inner_columns(kk, KEYS), kk > 0);
   wgmma_commit();
 }
 
@@ -31,11 +33,11 @@ DEVICE void issue_queries(float (&dq)[DQ_COLUMNS / 2], u32 base, int part) {
 }
 
 // dv += P^T dO, of a part's keys.
-DEVICE void issue_values(float (&dv)[D / 2], u32 probabilities, u32 output_gradients) {
+DEVICE void issue_values(float (&dv)[DV / 2], u32 probabilities, u32 output_gradients) {
   const u64 a = operand(probabilities), b = operand(output_gradients, ROWS * PANEL_ROW);
   wgmma_fence();
 #pragma unroll
-  for (int kk = 0; kk < ROW_TILES; ++kk) wgmma_keys(dv, a + inner_rows(kk), b + inner_rows(kk), true);
+  for (int kk = 0; kk < ROW_TILES; ++kk) wgmma_values(dv, a + inner_rows(kk), b + inner_rows(kk), true);
   wgmma_commit();
 }
 
@@ -79,21 +81,22 @@ DEVICE void add_to_queries(float* dq_sum, float (&dq)[DQ_COLUMNS / 2], long long
 
 // Writes dK or dV; column 0 is key c0 + lag. Columns of dK that the CTA shares with a neighbour go to `parts`. dV has
 // no such columns, and `parts` is null.
-DEVICE void store_keys(Element* to, float* parts, const float (&sums)[D / 2], const Cta& cta, const Place& at,
-                       float factor, int lag) {
+template <int DIM>
+DEVICE void store_keys(Element* to, float* parts, const float* sums, const Cta& cta, const Place& at, float factor,
+                       int lag) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {  // rows of a fragment are keys here
     const int column = PART * at.part + 16 * at.row_tile + at.lane_row + 8 * r, j = cta.c0 + lag + column;
     const bool shared = parts && is_shared(column);
     if (!shared && (column >= OWNED || j >= cta.n_k)) continue;
 #pragma unroll
-    for (int n = 0; n < D / 8; ++n) {
+    for (int n = 0; n < DIM / 8; ++n) {
       const float* const x = sums + 4 * n + 2 * r;
       const int pair = 4 * n + at.lane_pair;
       if (shared)
-        reinterpret_cast<float2*>(parts + part_row(column) * D)[pair] = make_float2(x[0], x[1]);
+        reinterpret_cast<float2*>(parts + part_row(column) * DIM)[pair] = make_float2(x[0], x[1]);
       else
-        reinterpret_cast<u32*>(to + cta.key_row(j) * D)[pair] = pack<Element>(x[0] * factor, x[1] * factor);
+        reinterpret_cast<u32*>(to + cta.key_row(j) * DIM)[pair] = pack<Element>(x[0] * factor, x[1] * factor);
     }
   }
 }

@@ -26,8 +26,8 @@ MUTANTS = (
     Mutant(
         "backward-lanes-of-a-row-no-power-of-two",
         "mtagen/planner/tile/backward_geometry.py",
-        "return 1 << (self.spec.head_dim // 8 - 1).bit_length()",
-        "return self.spec.head_dim // 8",
+        "return 1 << (dim // 8 - 1).bit_length()",
+        "return dim // 8",
         "Threads step by a number of rows that is no power of two, which swizzled addresses cannot follow.",
         (f"{SWEEP}::test_blocks_and_rows_lie_powers_of_two_apart",),
     ),
