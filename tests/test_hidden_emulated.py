@@ -160,10 +160,12 @@ def test_keys_that_meet_weights_of_zero(kernel: tuple[int, int], target: str, fo
 
 @pytest.mark.parametrize(("target", "spec"), PAIRS, ids=case_id)
 def test_values_side_by_side(target: str, spec: Spec, folder: Path) -> None:
-    """The fused forward kernel of pairs that are mixed after the softmax."""
-    fused = plan(spec, target, "cuda").strip["forward"].fused
-    assert isinstance(fused, TilePass)
-    assert not failures(fused.spec, training(fused.spec, host_function(fused, folder)))
+    """The fused kernels of pairs that are mixed after the softmax."""
+    strip = plan(spec, target, "cuda").strip
+    fused = {**strip["forward"].fused, **strip["backward"].fused}
+    assert fused.keys() == ({"forward", "backward"} if target == "sm_90a" else {"forward"})
+    of_values = fused["forward"].spec
+    assert not failures(of_values, training(of_values, *(host_function(one, folder) for one in fused.values())))
 
 
 @pytest.mark.parametrize(("target", "spec"), SPLITS, ids=case_id)

@@ -551,7 +551,9 @@ def test_cuda_makes_all_kernels_but_a_few(spec: Spec) -> None:
         made = StripPass(spec, "sm_90a", name, "cuda")
         roles = [kernel.role for kernel in made.kernels]
         if made.fused:
-            assert (roles, [*made.cuda]) == (["forward", "mixed_outputs"], ["forward"])
+            fused = {"forward": ["forward", "mixed_outputs"]}
+            fused["backward"] = ["forward", "backward_rows", "backward", "backward_finish", "mixed_outputs_backward"]
+            assert (roles, [*made.cuda]) == (fused[name], ["forward", "backward"][: 1 + (name == "backward")])
             continue
         others = {"grad_shares"} & {*roles}  # which is cuBLAS's beside Triton's, where hidden ones need not be zeros
         assert {*roles} == {kernel.role for kernel in StripPass(spec, "sm_90a", name).kernels} | others
@@ -583,30 +585,41 @@ def test_which_kernels_are_cudas(spec: Spec, roles: set[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "target", "width"),
+    ("spec", "target", "width", "fuses_backward"),
     [
-        (Spec((6, 11), 128, post_mixed_heads=2), "sm_90a", 256),
-        (Spec(None, 64, post_mixed_heads=4, causal=False), "sm_90a", 256),
-        (Spec((3, 3), 64, 16, post_mixed_heads=1, dtype="fp16"), "sm_80", 16),
-        (Spec((6, 11), 128, post_mixed_heads=4), "sm_90a", None),  # 512 columns are too many
-        (Spec((6, 11), 128, post_mixed_heads=2), "sm_86", None),  # where products are slow beside memory
-        (Spec((6, 11), 64, mixed_heads=2, post_mixed_heads=2), "sm_90a", None),
-        (Spec((6, 11), 64, post_kernel=(3, 3), post_mixed_heads=2), "sm_90a", None),
-        (Spec((6, 11), 64, post_kernel=(3, 3)), "sm_90a", None),
-        (Spec((6, 11), 72, post_mixed_heads=2), "sm_90a", None),  # an mma takes 16 columns
+        (Spec((6, 11), 64, post_mixed_heads=2), "sm_90a", 128, True),
+        (Spec(None, 32, post_mixed_heads=4, causal=False, logits="s / 2"), "sm_90a", 128, True),
+        (Spec((6, 11), 128, post_mixed_heads=2), "sm_90a", 256, False),  # dK and dV do not fit registers
+        (Spec(None, 64, post_mixed_heads=4, causal=False), "sm_90a", 256, False),
+        (Spec((6, 11), 64, post_mixed_heads=2, packed=True), "sm_90a", 128, False),
+        (Spec((6, 11), 64, post_mixed_heads=2, sink=True), "sm_90a", 128, False),
+        (Spec((6, 11), 64, post_mixed_heads=2, logits="a[h] * s", parameters={"a": "h"}), "sm_90a", 128, False),
+        (Spec((3, 3), 64, 16, post_mixed_heads=1, dtype="fp16"), "sm_80", 16, False),
+        (Spec((6, 11), 128, post_mixed_heads=4), "sm_90a", None, False),  # 512 columns are too many
+        (Spec((6, 11), 128, post_mixed_heads=2), "sm_86", None, False),  # where products are slow beside memory
+        (Spec((6, 11), 64, mixed_heads=2, post_mixed_heads=2), "sm_90a", None, False),
+        (Spec((6, 11), 64, post_kernel=(3, 3), post_mixed_heads=2), "sm_90a", None, False),
+        (Spec((6, 11), 64, post_kernel=(3, 3)), "sm_90a", None, False),
+        (Spec((6, 11), 72, post_mixed_heads=2), "sm_90a", None, False),  # an mma takes 16 columns
     ],
     ids=str,
 )
-def test_small_groups_have_their_values_side_by_side(spec: Spec, target: str, width: int | None) -> None:
-    """In the forward pass by CUDA, where the fused kernel takes so long values and its model says that it is faster."""
+def test_small_groups_have_their_values_side_by_side(
+    spec: Spec, target: str, width: int | None, fuses_backward: bool
+) -> None:
+    """In training by CUDA, where the fused kernels take so long values and their model says that they are faster."""
     made = {(name, backend): StripPass(spec, target, name, backend) for name in PASSES for backend in GENERATED}
-    fused = made.pop(("forward", "cuda")).fused
-    assert (fused and fused.spec.value_head_dim) == width
+    forward, backward = (made.pop((name, "cuda")).fused for name in ("forward", "backward"))
+    assert [one.spec.value_head_dim for one in forward.values()] == ([width] if width else [])
+    assert [*backward] == (["forward", "backward"] if fuses_backward else [])
     assert not any(one.fused for one in made.values())
-    if fused:
-        assert fused.spec == replace(spec, value_head_dim=width, post_mixed_heads=None)
+    if width:
+        of_values = replace(spec, value_head_dim=width, post_mixed_heads=None)
+        assert {one.spec for one in (*forward.values(), *backward.values())} == {of_values}
         text = " ".join(str(plan(spec, target, "cuda")).split())
-        assert f"values of each head's group side by side, {width} columns, in one fused kernel; then mixed" in text
+        values = f"values of each head's group side by side, {width} columns"
+        assert f"{values}, in one fused kernel; then mixed" in text
+        assert (f"{values}, whose outputs are made again" in text) == fuses_backward
 
 
 @pytest.mark.parametrize(

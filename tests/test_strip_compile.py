@@ -227,8 +227,7 @@ def test_gradient_sums_load_16_bytes() -> None:
 def test_values_side_by_side(target: str, kernel: tuple[int, int] | None, log: Callable[[], str]) -> None:
     """The fused kernel with values of four heads in a row, and Triton's that mixes what it makes."""
     spec = Spec(kernel, 64, post_mixed_heads=4)
-    fused = StripPass(spec, target, "forward", "cuda").fused
-    assert fused
+    fused = StripPass(spec, target, "forward", "cuda").fused["forward"]
     ((_, used),) = usage_of_cubins(compile_cubin(cuda.render(fused), target, fused.name)).items()
     assert not log()
     assert used.stack <= 32

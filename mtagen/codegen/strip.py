@@ -76,6 +76,8 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "by_descriptor": module.by_descriptor,
         "cuda": module.cuda,
         "launch": partial(_launch, module),
+        "launch_at_once": host.launch,
+        "allocate": host.allocate,
         "together": host.together,
         "filled": host.filled,
         "quoted": _quoted,
@@ -203,7 +205,7 @@ def _passed(module: StripModule, pass_name: str) -> tuple[list[str], list[str]]:
         pages = (["block_table"], ["max_k"]) if spec.page_size else ([], [])
         read = [*weights, *(x.name for x in (*spec.tables(pass_name), *spec.checked_arguments)), "cache_seqlens"]
         return ["q_tail", "k_cache", "v_cache", *read, *pages[0]], ["scale", "num_splits", *pages[1]]
-    fuses = pass_name == "forward" and module.fuses
+    fuses = module.fuses(pass_name)
     seed, dropout_p = (["seed"], ["dropout_p"]) if spec.dropout else ([], [])
     documents = (["cu_seq_q", "cu_seq_k"] if fuses else ["documents"]) if spec.packed else []
     documents += ["block_table"] if spec.packed and spec.page_size else []
@@ -218,7 +220,7 @@ def _passed(module: StripModule, pass_name: str) -> tuple[list[str], list[str]]:
 def _by_recipe(module: StripModule, pass_name: str) -> str:
     """Return the host's call of the function that launches a pass's kernels, by its recipe if there is one."""
     tensors, numbers = _passed(module, pass_name)
-    if module.spec.packed and pass_name == "forward" and module.fuses:  # it schedules the tiles of documents
+    if module.spec.packed and module.fuses(pass_name):  # it schedules the tiles of documents
         return "\n".join([f"_{pass_name}(", *host.filled(["Call(q)", *tensors, *numbers], 8), "    )"])
     lines = ["RECIPES.call(", f"        _{pass_name},", "        (", *host.filled(tensors, 12), "        ),"]
     return "\n".join([*lines, f"        ({', '.join(numbers)},),", "    )"])

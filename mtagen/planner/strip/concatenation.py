@@ -1,42 +1,52 @@
-"""Mix small groups of heads after the softmax with the fused kernel of the lowering "tile".
+"""Mix small groups of heads after the softmax with the fused kernels of the lowering "tile".
 
 Mixing the probabilities of a group's heads and multiplying them by values is the same as
 multiplying each head's probabilities by the values of all heads of its group, side by side, and
-mixing these products: sum over g of N[h, g] (P_g V_h). So the forward pass writes no scores. Unlike
-those of strips, its cost and its memory grow with the group: m times the values and the outputs for
-groups of m heads. Its keys are never split.
+mixing these products: sum over g of N[h, g] (P_g V_h). So neither pass writes scores. Unlike those
+of strips, its cost and its memory grow with the group: m times the values and the outputs for
+groups of m heads. The forward pass never splits its keys.
+
+The backward pass makes the products again, unmixed. Then head g has the gradients N[h, g] dO_h of
+the products with each V_h, side by side, and the fused kernel needs nothing else. The gradient of
+N[h, g] is the sum over rows of dO_h (P_g V_h).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ...errors import PlanError, SpecError
 from ...spec import Spec
 from ..targets import get_target
 from ..tile.candidates import candidates
-from ..tile.forward import TileForward
+from ..tile.passes import TilePass
 from .stages import Stages
 
+_PASSES: Mapping[str, tuple[str, ...]] = {"forward": ("forward",), "backward": ("forward", "backward")}
 
-def concatenated(spec: Spec, target: str) -> TileForward | None:
-    """Return the fused forward kernel for values side by side; None if there is none."""
+
+def concatenated(pass_name: str, spec: Spec, target: str) -> Mapping[str, TilePass]:
+    """Return the fused kernels of a pass for values side by side, by role; none if one of them is missing.
+
+    The backward pass serves batches, and no request with gradients of parameters or sinks.
+    """
     stages = Stages(spec)
-    if not stages.mixes_after_alone:
-        return None
+    learns = bool(spec.packed or spec.parameters or spec.sink)
+    if not stages.mixes_after_alone or pass_name not in _PASSES or (pass_name == "backward" and learns):
+        return {}
     assert stages.post_mix
-    width = spec.value_head_dim * stages.post_mix.heads
     try:
-        fused = candidates("forward", replace(spec, value_head_dim=width, post_mixed_heads=None), get_target(target))[0]
+        of_values = replace(spec, value_head_dim=spec.value_head_dim * stages.post_mix.heads, post_mixed_heads=None)
+        return {role: candidates(role, of_values, get_target(target))[0] for role in _PASSES[pass_name]}
     except (SpecError, PlanError):  # there is no such kernel
-        return None
-    assert isinstance(fused, TileForward)
-    return fused
+        return {}
 
 
-def rows_of_table(fused: TileForward) -> Iterator[tuple[str, str, str]]:
+def rows_of_table(fused: Mapping[str, TilePass]) -> Iterator[tuple[str, str, str]]:
     """Yield facts for the plan's table."""
-    width = fused.spec.value_head_dim
-    yield "forward", "values", f"of each head's group side by side, {width} columns, in one fused kernel; then mixed"
-    yield from fused.kernel_rows()
+    *_, last = fused.values()
+    width, pass_name = last.spec.value_head_dim, last.pass_name
+    used = "in one fused kernel; then mixed" if pass_name == "forward" else "whose outputs are made again"
+    yield pass_name, "values", f"of each head's group side by side, {width} columns, {used}"
+    yield from last.kernel_rows()

@@ -5,7 +5,7 @@ Templates hold the bodies of the kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from sympy import Min, ceiling
 
@@ -92,11 +92,12 @@ def strip_kernels(pass_name: str, spec: Spec, target: str) -> tuple[Kernel, ...]
     return tuple({"forward": maker.forward, "backward": maker.backward, "decode": maker.decode}[pass_name]())
 
 
-def mixed_outputs(spec: Spec, target: str) -> Kernel:
+def around_fused(pass_name: str, spec: Spec, target: str) -> Kernel:
     """Return the kernel that mixes the products of unmixed probabilities that a fused kernel has
-    computed.
+    computed, or makes their gradients.
     """
-    return _Maker(spec, target).mixed_outputs()
+    maker = _Maker(spec, target)
+    return {"forward": maker.mixed_outputs, "backward": maker.mixed_outputs_backward}[pass_name]()
 
 
 class _Maker:
@@ -185,11 +186,18 @@ class _Maker:
         )
 
     def mixed_outputs(self) -> Kernel:
+        return self._of_outputs("mixed_outputs", pointers("x", "post_head_weight", "out"))
+
+    def mixed_outputs_backward(self) -> Kernel:
+        arguments = pointers("x", "post_head_weight"), strided("grad_out"), pointers("dx", "partial")
+        return self._of_outputs("mixed_outputs_backward", (x for group in arguments for x in group))
+
+    def _of_outputs(self, role: str, tensors: Iterable[Argument]) -> Kernel:
         assert self._stages.post_mix
         mixed = self._stages.post_mix.heads
         return self._make(
-            "mixed_outputs",
-            (*pointers("x", "post_head_weight", "out"), *numbers("int32", "n_q", "n_heads")),
+            role,
+            (*tensors, *numbers("int32", "n_q", "n_heads")),
             (ceiling(N_Q / OUTPUT_ROWS) * BATCH * ceiling(HEADS / mixed),),
             {"MIXED": mixed, "BLOCK_R": OUTPUT_ROWS, "DV": block_dim(self._spec.value_head_dim)},
         )

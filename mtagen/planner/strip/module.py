@@ -11,7 +11,7 @@ from ..geometry.mask import Mask
 from ..kernel import Kernel
 from ..lift.tiling import block_dim
 from ..names import suffix
-from ..tile.forward import TileForward
+from ..tile.passes import TilePass
 from . import kernels
 from .gradient_sums import GradientSum, gradient_sums
 from .limits import Limits
@@ -66,24 +66,26 @@ class StripModule:
         """Return whether the module computes a pass."""
         return any(plan.pass_name == pass_name for plan in self.passes)
 
-    @property
-    def fuses(self) -> bool:
-        """Whether a fused kernel computes the forward pass, instead of strips."""
-        return self.has("forward") and self["forward"].fused is not None
+    def fuses(self, pass_name: str) -> bool:
+        """Whether fused kernels compute a pass, instead of strips."""
+        return self.has(pass_name) and bool(self[pass_name].fused)
+
+    def streams(self, pass_name: str) -> bool:
+        """Whether strips compute a pass."""
+        return self.has(pass_name) and not self[pass_name].fused
 
     @property
     def trains(self) -> bool:
         """Whether the module computes a pass of training by strips."""
-        return self.has("backward") or (self.has("forward") and not self.fuses)
+        return self.streams("forward") or self.streams("backward")
 
     @property
     def prefixes(self) -> tuple[str, ...]:
         """Role prefixes of the kernels that training and decode share."""
-        forward = self.has("forward") and not self.fuses
-        return (*([""] if forward else ()), *(["decode_"] if self.has("decode") else ()))
+        return (*([""] if self.streams("forward") else ()), *(["decode_"] if self.has("decode") else ()))
 
     @cached_property
-    def cuda(self) -> Mapping[str, StripSource | TileForward]:
+    def cuda(self) -> Mapping[str, StripSource | TilePass]:
         """The CUDA kernels, by role."""
         return {role: source for plan in self.passes for role, source in plan.cuda.items()}
 
@@ -148,4 +150,4 @@ class StripModule:
     @property
     def gradient_sums(self) -> tuple[GradientSum, ...]:
         """The sums at the end of the backward pass."""
-        return gradient_sums(self.stages, kernels.PROGRAMS)
+        return gradient_sums(self.stages, kernels.PROGRAMS) if self.streams("backward") else ()

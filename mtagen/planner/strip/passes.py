@@ -12,11 +12,11 @@ from ..geometry.mask import Mask
 from ..kernel import Kernel
 from ..passes import Fields, PassPlan, check_learned, describe
 from ..targets import Target, get_target
-from ..tile.forward import TileForward
+from ..tile.passes import TilePass
 from .concatenation import concatenated, rows_of_table
 from .cost import streamed
 from .cuda import cuda_sources
-from .kernels import SUMS, mixed_outputs, strip_kernels
+from .kernels import SUMS, around_fused, strip_kernels
 from .row_shared import MAX_HEADS
 from .source import Form, StripSource
 from .stages import Stages
@@ -66,15 +66,14 @@ class StripPass(PassPlan):
         return self.pass_name == "backward" and self.stages.normalizes_again
 
     @cached_property
-    def fused(self) -> TileForward | None:
-        """The fused kernel for small groups with values side by side, if it replaces the kernels of
-        strips.
+    def fused(self) -> Mapping[str, TilePass]:
+        """The fused kernels for small groups with values side by side, by role, if they replace the
+        kernels of strips.
         """
-        if (self.pass_name, self.backend) != ("forward", "cuda"):
-            return None
-        fused = concatenated(self.spec, self.target)
-        # The two cost models differ, so the fused kernel must be faster than strips that only memory bounds.
-        return fused if fused and fused.cost < StripPass(self.spec, self.target, self.pass_name).cost else None
+        fused = concatenated(self.pass_name, self.spec, self.target) if self.backend == "cuda" else {}
+        # The two cost models differ, so the fused kernels must be faster than strips that only memory bounds.
+        strips = StripPass(self.spec, self.target, self.pass_name).cost if fused else 0
+        return fused if _sum_of_costs(fused) < strips else {}
 
     @cached_property
     def _triton_kernels(self) -> tuple[Kernel, ...]:
@@ -82,19 +81,20 @@ class StripPass(PassPlan):
         return strip_kernels(self.pass_name, self.spec, self.target)
 
     @cached_property
-    def cuda(self) -> Mapping[str, StripSource | TileForward]:
+    def cuda(self) -> Mapping[str, StripSource | TilePass]:
         """The CUDA kernels, by role."""
         if self.backend == "triton":
             return {}
         if self.fused:
-            return {"forward": self.fused}
+            return self.fused
         sources = {source.role: source for source in cuda_sources(self.spec, self.target, self._triton_kernels)}
         return sources | {role: replace(sources[role], form=form) for role, form in self.forms}
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
         if self.fused:
-            return (*self.fused.kernels, mixed_outputs(self.spec, self.target))
+            fused = (kernel for source in self.fused.values() for kernel in source.kernels)
+            return (*fused, around_fused(self.pass_name, self.spec, self.target))
         kernels = {kernel.role: kernel for kernel in self._triton_kernels}
         return tuple((kernels | {role: source.kernels[0] for role, source in self.cuda.items()}).values())
 
@@ -135,7 +135,7 @@ class StripPass(PassPlan):
     @property
     def cost(self) -> float:
         if self.fused:
-            return self.fused.cost
+            return _sum_of_costs(self.fused)
         spec, target = self.spec, get_target(self.target)
         kernels = {kernel.role: streamed(kernel.role, spec.itemsize, target) for kernel in self._triton_kernels}
         kernels |= {role: source.cost for role, source in self.cuda.items()}
@@ -194,7 +194,7 @@ class StripPass(PassPlan):
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         if self.fused:
             yield from rows_of_table(self.fused)
-            yield self.pass_name, "mixed_outputs", _triton_summary(self.kernels[-1])
+            yield self.pass_name, self.kernels[-1].role, _triton_summary(self.kernels[-1])
             return
         if self.spec.dropout:
             roles = " and ".join(kernel.role for kernel in self.kernels if kernel.role in self.stages.dropping)
@@ -209,6 +209,10 @@ class StripPass(PassPlan):
                 yield self.pass_name, kernel.role, source.summary
             else:
                 yield self.pass_name, kernel.role, _triton_summary(kernel)
+
+
+def _sum_of_costs(fused: Mapping[str, TilePass]) -> float:
+    return sum(source.cost for source in fused.values())
 
 
 def _triton_summary(kernel: Kernel) -> str:

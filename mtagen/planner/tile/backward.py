@@ -320,8 +320,8 @@ class TileBackward(TilePass):
     def _convolutions(self) -> str:
         return f"convolution {self.toeplitz.mma_of_scores} and adjoint {self.toeplitz.mma_per_tile} mma.m16n8k16"
 
-    def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
-        """Yield facts for the plan's table."""
+    def kernel_rows(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the facts about the main kernel."""
         step = f"{self.keys} columns ({self.geometry.owned} owned), {self.rows} rows a step"
         yield "backward", "CTA", f"{step}, {self.geometry.threads} threads"
         yield "backward", "convolutions", self._convolutions

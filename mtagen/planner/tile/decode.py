@@ -335,8 +335,8 @@ class TileDecode(TilePass):
         yield "partial (batch * heads * n_new, num_splits, dv) and partial_lse (log2) are not used for one split."
         yield f"Convolution: {self.steps} mma.m16n8k16 for 16 x 8 scores; outputs lag keys by {self.spec.pad_right}."
 
-    def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
-        """Yield facts for the plan's table."""
+    def kernel_rows(self) -> Iterator[tuple[str, str, str]]:
+        """Yield facts about the kernels for the plan's table."""
         for tile in self.tiles:
             yield tile.role, "CTA", f"up to {tile.heads} heads, {tile.keys} keys a tile, {tile.warps} warps"
             yield tile.role, "shared memory", f"{tile.shared.size} bytes, {tile.stages} stages"

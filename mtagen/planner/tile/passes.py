@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache, cached_property
 
@@ -66,6 +66,14 @@ class TilePass(PassPlan):
     @abstractmethod
     def name(self) -> str:
         """The name of the source file."""
+
+    @abstractmethod
+    def kernel_rows(self) -> Iterator[tuple[str, str, str]]:
+        """Yield facts about the main kernel for the plan's table."""
+
+    def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
+        """Yield facts for the plan's table."""
+        yield from self.kernel_rows()
 
     @classmethod
     @abstractmethod

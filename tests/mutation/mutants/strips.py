@@ -161,7 +161,7 @@ MUTANTS = (
     ),
     Mutant(
         "strip-outputs-mixed-by-the-transposed-matrix",
-        f"{TRITON}/strip_outputs.j2",
+        f"{TRITON}/strip_mixed_outputs.j2",
         "matrix + h * MIXED + g",
         "matrix + g * MIXED + h",
         "Where values of a group lie side by side, outputs are mixed by the transposed matrix.",
