@@ -210,7 +210,7 @@ def _passed(module: StripModule, pass_name: str) -> tuple[list[str], list[str]]:
     documents = (["cu_seq_q", "cu_seq_k"] if fuses else ["documents"]) if spec.packed else []
     documents += ["block_table"] if spec.packed and spec.page_size else []
     read = [*weights, *(x.name for x in (*spec.tables("forward"), *spec.checked_arguments))]
-    tensors = ["q", "by_head", "by_group", *([] if spec.kernel else ["weight"])] if fuses else ["q", "k", "v"]
+    tensors = ["q", "by_head", "v", *([] if spec.kernel else ["weight"])] if fuses else ["q", "k", "v"]
     if pass_name == "backward":
         tensors, read = ["grad_out", "grad_lse", *tensors], [*read, "lse"]
     longest = ["max_k"] if spec.packed and not fuses else []

@@ -5,14 +5,14 @@ Templates hold the bodies of the kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from sympy import Min, ceiling
 
 from ...errors import PlanError, explain
 from ...spec import EXPRESSIONS, MAX_NEW_TOKENS, Spec
 from ..cache import Cache
-from ..geometry.affine import N_Q, Size
+from ..geometry.affine import N_K, N_Q, Size
 from ..geometry.mask import Mask
 from ..geometry.pairs import PairCondition
 from ..geometry.score import ScoreStage, views_of
@@ -53,7 +53,7 @@ GRADIENT_CHUNK = 2048  # keys of a program of that gradient
 SPLIT = 1024  # keys of a split in decode
 SECTION = 2048  # keys of a section of a row in decode, which has few rows: a multiple of every block of keys
 MERGED_SECTIONS = 32  # sections whose sums a program merges at once
-OUTPUT_ROWS = 32  # rows of a block of outputs that are mixed
+OUTPUT_ROWS = 32  # rows of a block of outputs that are mixed, or of values
 VALUE_ROWS, VALUE_KEYS = 16, 64  # tile of the product of a decode step's probabilities with values
 SUMMED_PARTS, SUMMED_COLUMNS = 32, 64  # tile of the parts of a row of a decode step's outputs
 # Keys of a tile of rows of 16 heads, and of kernels that hold gradients, or entries of parameters, of a tile.
@@ -92,12 +92,11 @@ def strip_kernels(pass_name: str, spec: Spec, target: str) -> tuple[Kernel, ...]
     return tuple({"forward": maker.forward, "backward": maker.backward, "decode": maker.decode}[pass_name]())
 
 
-def around_fused(pass_name: str, spec: Spec, target: str) -> Kernel:
-    """Return the kernel that mixes the products of unmixed probabilities that a fused kernel has
-    computed, or makes their gradients.
+def around_fused(pass_name: str, spec: Spec, target: str) -> tuple[Kernel, ...]:
+    """Return the kernels that place values side by side for fused kernels and mix their products of
+    unmixed probabilities, or make the gradients of both.
     """
-    maker = _Maker(spec, target)
-    return {"forward": maker.mixed_outputs, "backward": maker.mixed_outputs_backward}[pass_name]()
+    return tuple(_Maker(spec, target).around_fused(pass_name))
 
 
 class _Maker:
@@ -185,21 +184,24 @@ class _Maker:
             stages=1,
         )
 
-    def mixed_outputs(self) -> Kernel:
-        return self._of_outputs("mixed_outputs", pointers("x", "post_head_weight", "out"))
-
-    def mixed_outputs_backward(self) -> Kernel:
-        arguments = pointers("x", "post_head_weight"), strided("grad_out"), pointers("dx", "partial")
-        return self._of_outputs("mixed_outputs_backward", (x for group in arguments for x in group))
-
-    def _of_outputs(self, role: str, tensors: Iterable[Argument]) -> Kernel:
+    def around_fused(self, pass_name: str) -> Iterator[Kernel]:
         assert self._stages.post_mix
         mixed = self._stages.post_mix.heads
-        return self._make(
-            role,
-            (*tensors, *numbers("int32", "n_q", "n_heads")),
-            (ceiling(N_Q / OUTPUT_ROWS) * BATCH * ceiling(HEADS / mixed),),
-            {"MIXED": mixed, "BLOCK_R": OUTPUT_ROWS, "DV": block_dim(self._spec.value_head_dim)},
+        constants = {"MIXED": mixed, "BLOCK_R": OUTPUT_ROWS, "DV": block_dim(self._spec.value_head_dim)}
+        of_keys = numbers("int32", "n_k", "n_heads", "group")
+        of_rows, groups = numbers("int32", "n_q", "n_heads"), ceiling(N_Q / OUTPUT_ROWS) * BATCH * ceiling(HEADS / mixed)
+        key_blocks = ceiling(N_K / OUTPUT_ROWS) * BATCH
+        yield self._make(
+            "side_by_side", (*strided("v"), *pointers("out"), *of_keys), (key_blocks * HEADS,), constants
+        )
+        if pass_name == "forward":
+            tensors = pointers("x", "post_head_weight", "out")
+            yield self._make("mixed_outputs", (*tensors, *of_rows), (groups,), constants)
+            return
+        tensors = (*pointers("x", "post_head_weight"), *strided("grad_out"), *pointers("dx", "partial"))
+        yield self._make("mixed_outputs_backward", (*tensors, *of_rows), (groups,), constants)
+        yield self._make(
+            "side_by_side_backward", (*pointers("x", "out"), *of_keys), (key_blocks * KV_HEADS,), constants
         )
 
     def backward(self) -> Iterator[Kernel]:

@@ -94,7 +94,7 @@ class StripPass(PassPlan):
     def kernels(self) -> tuple[Kernel, ...]:
         if self.fused:
             fused = (kernel for source in self.fused.values() for kernel in source.kernels)
-            return (*fused, around_fused(self.pass_name, self.spec, self.target))
+            return (*fused, *around_fused(self.pass_name, self.spec, self.target))
         kernels = {kernel.role: kernel for kernel in self._triton_kernels}
         return tuple((kernels | {role: source.kernels[0] for role, source in self.cuda.items()}).values())
 
@@ -194,7 +194,8 @@ class StripPass(PassPlan):
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         if self.fused:
             yield from rows_of_table(self.fused)
-            yield self.pass_name, self.kernels[-1].role, _triton_summary(self.kernels[-1])
+            for kernel in around_fused(self.pass_name, self.spec, self.target):
+                yield self.pass_name, kernel.role, _triton_summary(kernel)
             return
         if self.spec.dropout:
             roles = " and ".join(kernel.role for kernel in self.kernels if kernel.role in self.stages.dropping)
