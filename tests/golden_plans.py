@@ -46,6 +46,7 @@ SPECS = (
     replace(_AUTHORS, scores="s - (i - j) / 8"),
     Spec(None, 64, mixed_heads=16, post_mixed_heads=16),
     Spec(None, 128, post_mixed_heads=2),
+    Spec((6, 11), 64, post_mixed_heads=2),
     Spec((3, 5), 128, 64, mixed_heads=2),
     Spec((6, 11), 64, mixed_heads=2, post_kernel=(3, 3)),
     Spec((6, 11), 64, mixed_heads=2, post_kernel=(6, 11), post_mixed_heads=2),

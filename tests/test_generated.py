@@ -70,7 +70,7 @@ VARIANTS = [  # together they take every branch of the templates
 ]
 CUDA_STRIPS = [  # together they take every template of strips in CUDA, and Triton's beside them
     plan(replace(LAYERS[0], packed=True, dropout=True), "sm_90a", "cuda"),
-    plan(Spec((2, 3), 64, post_mixed_heads=4), "sm_90a"),
+    plan(Spec((2, 3), 32, post_mixed_heads=4), "sm_90a"),
 ]
 CPU, CUDA, PORTABLE_CUDA, TRITON = (
     plan(Spec((6, 11), 64), target, backend)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from mtagen import plan
 from mtagen.dtypes import TORCH_DTYPES
-from mtagen.planner.tile.passes import TilePass
 from mtagen.spec import Spec
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("memory_starts_as_nan", "one_thread")]

@@ -202,12 +202,15 @@ def codes(kernel: Kernel) -> str:
     return "".join(_CODES[argument.kind] for argument in kernel.arguments)
 
 
-def allocate(buffers: Sequence[Buffer], indent: int = 4, like: str = "q") -> str:
+def allocate(buffers: Sequence[Buffer], indent: int = 4, like: str = "q", call: str = "") -> str:
     """Return assignments that allocate buffers on the device of the tensor ``like``.
 
-    A scratch buffer becomes the address of its memory.
+    A scratch buffer becomes the address of its memory. If the host's ``call`` allocates
+    (``templates/host/recipes.py``), all buffers become tensors.
     """
     space = " " * indent
+    if call:
+        return "\n".join(f"{space}{buffer.name} = {_allocated(buffer, like, call)}" for buffer in buffers)
     lines = []
     for buffer in buffers:
         if buffer.scratch:
@@ -233,6 +236,16 @@ def allocate(buffers: Sequence[Buffer], indent: int = 4, like: str = "q") -> str
     for before, buffer in itertools.pairwise(scratch):
         lines.append(f"{space}{buffer.name} = {first} + 4 * {before.name}_end")
     return "\n".join(lines)
+
+
+def _allocated(buffer: Buffer, like: str, call: str) -> str:
+    """Return the expression of a buffer that the host's ``call`` allocates."""
+    shape = f"{buffer.like}.shape" if buffer.like else f"({', '.join(map(python_code, buffer.shape))},)"
+    dtype = {"fp32": "torch.float32", "int32": "torch.int32"}.get(buffer.dtype, f"{like}.dtype")
+    condition = f" if {buffer.needs} else None" if buffer.needs else ""
+    if buffer.scratch:
+        return f'{call}.workspace("{buffer.name}", {shape}, {dtype}){condition}'
+    return f"{call}.{'zeros' if buffer.zeroed else 'result'}({shape}, {dtype}){condition}"
 
 
 def launch(

@@ -76,7 +76,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "by_descriptor": module.by_descriptor,
         "cuda": module.cuda,
         "launch": partial(_launch, module),
-        "launch_at_once": host.launch,
+        "launch_cuda": host.launch,
         "allocate": host.allocate,
         "together": host.together,
         "filled": host.filled,
@@ -211,16 +211,17 @@ def _passed(module: StripModule, pass_name: str) -> tuple[list[str], list[str]]:
     documents += ["block_table"] if spec.packed and spec.page_size else []
     read = [*weights, *(x.name for x in (*spec.tables("forward"), *spec.checked_arguments))]
     tensors = ["q", "by_head", "v", *([] if spec.kernel else ["weight"])] if fuses else ["q", "k", "v"]
-    if pass_name == "backward":
-        tensors, read = ["grad_out", "grad_lse", *tensors], [*read, "lse"]
+    if pass_name == "backward":  # fused kernels make the log-sum-exps again
+        tensors, read = ["grad_out", "grad_lse", *tensors], [*read, *([] if fuses else ["lse"])]
+    options = ["deterministic"] if pass_name == "backward" and fuses else []
     longest = ["max_k"] if spec.packed and not fuses else []
-    return [*tensors, *read, *documents, *seed], ["scale", *longest, *dropout_p]
+    return [*tensors, *read, *documents, *seed], ["scale", *longest, *dropout_p, *options]
 
 
 def _by_recipe(module: StripModule, pass_name: str) -> str:
     """Return the host's call of the function that launches a pass's kernels, by its recipe if there is one."""
     tensors, numbers = _passed(module, pass_name)
-    if module.spec.packed and module.fuses(pass_name):  # it schedules the tiles of documents
+    if module.spec.packed and pass_name == "forward" and module.fuses(pass_name):  # it schedules the tiles of documents
         return "\n".join([f"_{pass_name}(", *host.filled(["Call(q)", *tensors, *numbers], 8), "    )"])
     lines = ["RECIPES.call(", f"        _{pass_name},", "        (", *host.filled(tensors, 12), "        ),"]
     return "\n".join([*lines, f"        ({', '.join(numbers)},),", "    )"])

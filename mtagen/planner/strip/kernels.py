@@ -189,11 +189,12 @@ class _Maker:
         mixed = self._stages.post_mix.heads
         constants = {"MIXED": mixed, "BLOCK_R": OUTPUT_ROWS, "DV": block_dim(self._spec.value_head_dim)}
         of_keys = numbers("int32", "n_k", "n_heads", "group")
-        of_rows, groups = numbers("int32", "n_q", "n_heads"), ceiling(N_Q / OUTPUT_ROWS) * BATCH * ceiling(HEADS / mixed)
-        key_blocks = ceiling(N_K / OUTPUT_ROWS) * BATCH
-        yield self._make(
-            "side_by_side", (*strided("v"), *pointers("out"), *of_keys), (key_blocks * HEADS,), constants
+        of_rows, groups = (
+            numbers("int32", "n_q", "n_heads"),
+            ceiling(N_Q / OUTPUT_ROWS) * BATCH * ceiling(HEADS / mixed),
         )
+        key_blocks = ceiling(N_K / OUTPUT_ROWS) * BATCH
+        yield self._make("side_by_side", (*strided("v"), *pointers("out"), *of_keys), (key_blocks * HEADS,), constants)
         if pass_name == "forward":
             tensors = pointers("x", "post_head_weight", "out")
             yield self._make("mixed_outputs", (*tensors, *of_rows), (groups,), constants)

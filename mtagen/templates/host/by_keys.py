@@ -65,4 +65,4 @@ def _add(total: torch.Tensor, x: torch.Tensor, factor: float, adds: bool) -> Non
 
 def _of_keys(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """The gradient (B, Hkv, Nk, d) of keys, from that of their copies (B, H, Nk, d) for each head of queries."""
-    return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).sum(2)
+    return x if x.shape[1] == kv_heads else x.view(len(x), kv_heads, -1, *x.shape[2:]).sum(2)

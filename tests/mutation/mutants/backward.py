@@ -14,6 +14,14 @@ MUTANTS = (
         (f"{EMULATED}::test_logits",),
     ),
     Mutant(
+        "backward-columns-of-values-left-out",
+        f"{CUDA}/backward_sm90.cu.j2",
+        "issue_scores<DV>(dp, do_tile",
+        "issue_scores<D>(dp, do_tile",
+        "The gradients of probabilities leave out columns of values past the head dim of keys.",
+        (f"{EMULATED}::test_accurate",),
+    ),
+    Mutant(
         "backward-slope-of-scores-dropped",
         f"{CUDA}/backward_scores.j2",
         "x *= slope;",
