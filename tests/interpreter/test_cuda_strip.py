@@ -45,6 +45,11 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {  # heads and stages
         {"kernel": None, "mixed_heads": 2, "post_mixed_heads": 2, "causal": False, "window": (9, 5)},
     ),
     "a convolution in a window, then pairs": (4, {"kernel": (6, 11), "post_mixed_heads": 2, "window": (20, -1)}),
+    "a convolution, then groups of 3, by output": (
+        6,
+        {"kernel": (3, 4), "post_mixed_heads": 3, "value_head_dim": 32, "mask": "output", "key_padding": "left"},
+    ),
+    "a convolution, then groups of 8, full": (8, {"kernel": (5, 2), "post_mixed_heads": 8, "causal": False}),
     "a convolution after, earlier keys, by output": (
         4,
         {"kernel": None, "post_kernel": (3, 3), "causal": False, "window": (30, -1), "mask": "output"},
@@ -52,7 +57,8 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {  # heads and stages
     "20 heads mix": (20, {"kernel": (3, 3), "mixed_heads": 20, "post_kernel": (2, 3)}),  # too many for CUDA
 }
 
-SIDE_BY_SIDE = {"kernel", "causal", "post_mixed_heads", "window"}  # stages of the fused kernel, of values side by side
+# Options of fused kernels, of values side by side
+SIDE_BY_SIDE = {"kernel", "causal", "post_mixed_heads", "window", "value_head_dim", "mask", "key_padding"}
 
 
 @pytest.fixture(scope="module", autouse=True)

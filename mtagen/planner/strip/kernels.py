@@ -188,12 +188,9 @@ class _Maker:
         assert self._stages.post_mix
         mixed = self._stages.post_mix.heads
         constants = {"MIXED": mixed, "BLOCK_R": OUTPUT_ROWS, "DV": block_dim(self._spec.value_head_dim)}
-        of_keys = numbers("int32", "n_k", "n_heads", "group")
-        of_rows, groups = (
-            numbers("int32", "n_q", "n_heads"),
-            ceiling(N_Q / OUTPUT_ROWS) * BATCH * ceiling(HEADS / mixed),
-        )
-        key_blocks = ceiling(N_K / OUTPUT_ROWS) * BATCH
+        of_rows, row_blocks = numbers("int32", "n_q", "n_heads"), ceiling(N_Q / OUTPUT_ROWS) * BATCH
+        of_keys, key_blocks = numbers("int32", "n_k", "n_heads", "group"), ceiling(N_K / OUTPUT_ROWS) * BATCH
+        groups = row_blocks * ceiling(HEADS / mixed)
         yield self._make("side_by_side", (*strided("v"), *pointers("out"), *of_keys), (key_blocks * HEADS,), constants)
         if pass_name == "forward":
             tensors = pointers("x", "post_head_weight", "out")
@@ -201,9 +198,8 @@ class _Maker:
             return
         tensors = (*pointers("x", "post_head_weight"), *strided("grad_out"), *pointers("dx", "partial"))
         yield self._make("mixed_outputs_backward", (*tensors, *of_rows), (groups,), constants)
-        yield self._make(
-            "side_by_side_backward", (*pointers("x", "out"), *of_keys), (key_blocks * KV_HEADS,), constants
-        )
+        tensors = pointers("x", "out")
+        yield self._make("side_by_side_backward", (*tensors, *of_keys), (key_blocks * KV_HEADS,), constants)
 
     def backward(self) -> Iterator[Kernel]:
         stages, spec = self._stages, self._spec

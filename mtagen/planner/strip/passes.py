@@ -62,7 +62,7 @@ class StripPass(PassPlan):
 
     @property
     def sums_again(self) -> bool:  # type: ignore[override]
-        """Whether each row's probabilities are normalised again."""
+        """Whether each row's probabilities are normalised again; fused kernels make the sums again."""
         return self.pass_name == "backward" and self.stages.normalizes_again
 
     @cached_property
