@@ -203,8 +203,8 @@ def test_emit_writes_cuda_sources_and_the_module_that_launches_them(tmp_path: Pa
 
 
 def test_emit_writes_both_where_both_serve(tmp_path: Path) -> None:
-    files = emitted(tmp_path, "--backend", "auto", "--value-head-dim", "128")
-    made = plan(Spec((6, 11), 64, 128), "sm_90a")
+    files = emitted(tmp_path, "--backend", "auto", "--value-head-dim", "256")
+    made = plan(Spec((6, 11), 64, 256), "sm_90a")
     assert made.backend == "cuda+triton"
     assert sorted(files) == sorted(render(made).files)
     assert {Path(name).suffix for name in files} == {".cu", ".py"}

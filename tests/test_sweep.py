@@ -61,7 +61,7 @@ def shares(plan: Any) -> Iterator[tuple[Any, ...]]:
 
 def copied_rows(plan: Any) -> int:
     """Rows of Q, K, V or dO that the backward pass copies at a time: all threads do, or on Hopper a warpgroup."""
-    return (128 if plan.hopper else plan.geometry.threads) // plan.geometry.row_lanes
+    return (128 if plan.hopper else plan.geometry.threads) // plan.geometry.row_lanes(plan.spec.head_dim)
 
 
 def sample(pass_name: str) -> Iterator[TilePass]:
