@@ -710,7 +710,7 @@ extern "C" __global__ void __launch_bounds__(256) mta_tile_bwd_rows_cq6_ck11_d12
     const float* __restrict__ grad_lse, float* __restrict__ row_lse, float* __restrict__ row_dot,
     float* __restrict__ dq_sum, long long grad_out_stride_b, long long grad_out_stride_h, long long grad_out_stride_n,
     int heads, int n_q, int row_pitch) {
-  constexpr int LANES = ROW_LANES > VALUE_LANES ? ROW_LANES : VALUE_LANES, BLOCK_ROWS = 256 / LANES;
+  constexpr int LANES = 16, BLOCK_ROWS = 256 / LANES;  // threads of a row, rows of a block
   const int blocks = (row_pitch + BLOCK_ROWS - 1) / BLOCK_ROWS;  // per head; x counts the blocks of all heads, because y ends at 65535
   const int head = blockIdx.x / blocks, column = threadIdx.x % LANES;
   const int i = blockIdx.x % blocks * BLOCK_ROWS + threadIdx.x / LANES;  // the row of statistics

@@ -71,9 +71,10 @@ class StripPass(PassPlan):
         kernels of strips.
         """
         fused = concatenated(self.pass_name, self.spec, self.target) if self.backend == "cuda" else {}
+        if not fused:
+            return {}
         # The two cost models differ, so the fused kernels must be faster than strips that only memory bounds.
-        strips = StripPass(self.spec, self.target, self.pass_name).cost if fused else 0
-        return fused if _sum_of_costs(fused) < strips else {}
+        return fused if _sum_of_costs(fused) < StripPass(self.spec, self.target, self.pass_name).cost else {}
 
     @cached_property
     def _triton_kernels(self) -> tuple[Kernel, ...]:

@@ -164,12 +164,12 @@ class TileBackward(TilePass):
     @property
     def wgmmas(self) -> tuple[Wgmma, ...]:
         """The warpgroup products."""
-        dtype, queries, dim = self.spec.dtype, self.geometry.dq_columns, self.spec.head_dim
+        spec, geometry, dtype = self.spec, self.geometry, self.spec.dtype
         return (
             Wgmma("wgmma_scores", PANEL, dtype),  # Q K^T and dO V^T
-            Wgmma("wgmma_values", self.spec.value_head_dim, dtype, a_transposed=True, b_transposed=True),  # P^T dO
-            Wgmma("wgmma_keys", dim, dtype, a_transposed=True, b_transposed=True),  # dS^T Q
-            Wgmma("wgmma_queries", queries, dtype, b_transposed=True),  # dS K
+            Wgmma("wgmma_values", spec.value_head_dim, dtype, a_transposed=True, b_transposed=True),  # P^T dO
+            Wgmma("wgmma_keys", spec.head_dim, dtype, a_transposed=True, b_transposed=True),  # dS^T Q
+            Wgmma("wgmma_queries", geometry.dq_columns, dtype, b_transposed=True),  # dS K
         )
 
     # ---- Kernels

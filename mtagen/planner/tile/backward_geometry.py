@@ -182,3 +182,8 @@ class BackwardGeometry:
     def row_lanes(dim: int) -> int:
         """Number of threads that share a row of `dim` elements in 16-byte columns, a power of two."""
         return 1 << (dim // 8 - 1).bit_length()
+
+    @property
+    def statistics_lanes(self) -> int:
+        """Number of threads of the first kernel that share a row: of dO, and of the sums of dQ that they zero."""
+        return self.row_lanes(max(self.spec.head_dim, self.spec.value_head_dim))

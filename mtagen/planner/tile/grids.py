@@ -210,8 +210,7 @@ class BackwardGrid(TileGrid):
     @property
     def rows_size(self) -> tuple[Expr, ...]:
         """The extents of the grid of the first kernel."""
-        lanes = self.geometry.row_lanes(max(self.spec.head_dim, self.spec.value_head_dim))
-        return (self.layout.batch * HEADS * ceiling(ROW_PITCH / (256 // lanes)),)
+        return (self.layout.batch * HEADS * ceiling(ROW_PITCH / (256 // self.geometry.statistics_lanes)),)
 
     @property
     def finish_size(self) -> tuple[Expr, ...]:
