@@ -217,7 +217,7 @@ P = {"slopes": "h", "table": "h,9", "gates": "b,h,i", "t": ""}
         ("s + table[h]", "table has 2 axes and 1 indices", "    ^^^^^^^^"),
         ("s + slopes[j]", "the axis h of a parameter has its own index", "           ^"),
         ("s + slopes", "slopes has 1 axes and 0 indices", "    ^^^^^^"),
-        ("s + other[h]", "Subscript is not in the language", "    ^^^^^^^^"),
+        ("s + other[h]", "other is not declared by parameters={'other': its axes}", "    ^^^^^^^^"),
         ("s + table[h, s]", "is no index", "             ^"),
         ("s + table[h, t]", "is no index", "             ^"),
         ("s + table[h, floor(t)]", "an index reads a parameter", "             ^^^^^^^^"),

@@ -420,14 +420,14 @@ def test_calls_that_are_refused() -> None:
     problem = Problem({"kernel": None, **MASKS["prefix"]})
     prefix = problem.parameters["prefix"]
     wrong = [
-        ({"parameters": None}, "each call needs it"),
-        ({"parameters": {"prefix": prefix.double()}}, "must be integers, because visible reads it"),
-        ({"parameters": {"prefix": prefix[:2]}}, "prefix.*shape"),
+        ({"parameters": None}, "each call needs it", "prefix is not declared by parameters"),
+        ({"parameters": {"prefix": prefix.double()}}, *["must be integers, because visible reads it"] * 2),
+        ({"parameters": {"prefix": prefix[:2]}}, *["prefix.*shape"] * 2),
     ]
-    for options, rule in wrong:
+    for options, rule, rule_of_reference in wrong:
         with pytest.raises(InputError, match=rule):
             problem.op(**problem.call | options)
-        with pytest.raises((InputError, SpecError)):
+        with pytest.raises((InputError, SpecError), match=rule_of_reference):
             mtagen.reference(**problem.call | options, **problem.rules)
 
 

@@ -585,6 +585,8 @@ class _Reader:
         match node:
             case ast.Name(id=name):
                 return self._error(node, f"{name} is not a name of the language", legal)
+            case ast.Subscript(value=ast.Name(id=name)) if name not in NAMES:
+                return self._error(node, f"{name} is not declared by parameters={{'{name}': its axes}}", legal)
             case ast.Call(func=ast.Name(id=name)):
                 return self._error(node, f"{name} is not a function of the language", legal)
             case ast.BinOp(op=ast.BitAnd() | ast.BitOr()):
