@@ -165,7 +165,7 @@ class TileForward(TilePass):
 
         The softmax must take sums as they are, apart from what places add.
         """
-        return (self.shares_places or self.grows) and score_function(self.spec).rest == SCORE
+        return self.adds_places_apart and score_function(self.spec).rest == SCORE
 
     @property
     def counts_exponents(self) -> bool:  # type: ignore[override]

@@ -37,6 +37,11 @@ class TilePass(PassPlan):
         """Whether what places add to scores is computed once, and shared."""
         return self.shares_keys or self.shares_distances
 
+    @property
+    def adds_places_apart(self) -> bool:
+        """Whether what places add to exponents is added apart from the rest of the function of scores."""
+        return self.shares_places or self.grows
+
     @cached_property
     def layout(self) -> Layout:
         """The layout of sequences."""
