@@ -114,6 +114,11 @@ class Bounds:
         return evaluate_integer(bound, {POSITION: positions, ENTRY: entries}, self._parameters)
 
 
+def _is_whole(expr: sympy.Basic) -> bool:
+    """Return whether an expression is an integer that is computed from numbers of 64 bits."""
+    return bool(expr.is_integer) and all(abs(number) < 2**63 for number in expr.atoms(sympy.Integer))
+
+
 class _Evaluation:
     """The values of an expression and of its parts."""
 
@@ -149,25 +154,26 @@ class _Evaluation:
             return reduce(_LOGIC[type(expr)], map(self.of, expr.args))
         if isinstance(expr, sympy.Not):
             return ~self.of(expr.args[0])
-        part = self.of if all(argument.is_integer for argument in expr.args) else self.real
         if isinstance(expr, Where):
-            number = self.of if expr.is_integer else self.real
+            number = self.of if _is_whole(expr) else self.real
             condition, value, other = expr.args
             return torch.where(self.of(condition), number(value), number(other))
         if isinstance(expr, sympy.Add):
             return self._sum(expr)
         if isinstance(expr, sympy.Mul):
-            return self._product(expr) if expr.is_integer else reduce(torch.mul, map(part, expr.args))
-        if isinstance(expr, (Minimum, Maximum)) and expr.is_integer:
+            return self._product(expr) if _is_whole(expr) else reduce(torch.mul, map(self.real, expr.args))
+        if isinstance(expr, (Minimum, Maximum)) and _is_whole(expr):
             return self._integer_extremum(expr)
         if isinstance(expr, sympy.Pow):
             base, exponent = expr.args
-            return self.of(base).pow(int(exponent)) if expr.is_integer else self.real(base).pow(float(exponent))
-        return _FUNCTIONS[type(expr)](*map(part, expr.args))
+            return self.of(base).pow(int(exponent)) if _is_whole(expr) else self.real(base).pow(float(exponent))
+        # PyTorch would compute other functions of integers in its default dtype.
+        compares_integers = expr.is_Relational and all(map(_is_whole, expr.args))
+        return _FUNCTIONS[type(expr)](*map(self.of if compares_integers else self.real, expr.args))
 
     def _sum(self, expr: Expr) -> Tensor:
         """Return a sum. Its integers are added up exactly before they are rounded."""
-        if expr.is_integer:
+        if _is_whole(expr):
             constant, rest = expr.as_coeff_Add()
             total = reduce(torch.add, map(self.of, sympy.Add.make_args(rest)))
             return total + int(constant) if constant else total
@@ -193,7 +199,7 @@ class _Evaluation:
         # By a fill: CUDA graphs cannot capture a copy from the host.
         if expr in (sympy.true, sympy.false):
             return torch.full((), bool(expr), device=self.device)
-        if expr.is_Integer:
+        if expr.is_Integer and _is_whole(expr):
             return torch.full((), int(expr), device=self.device)
         return torch.full((), float(expr), dtype=self.dtype, device=self.device)
 

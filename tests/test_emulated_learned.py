@@ -23,6 +23,7 @@ from mtagen.planner.cuda.score import score_function
 pytestmark = [needs_compiler, pytest.mark.usefixtures("memory_starts_as_nan")]
 
 SIZES = (Sizes(2, 8, 4, 33, 40), Sizes(1, 8, 2, 133, 150), Sizes(2, 8, 8, 70, 9))
+OF_ALL_HEADS = {"logits": "s + t[max(0, min(6, i - j))] + u[j] + w[2]", "parameters": {"t": "7", "u": "j", "w": "3"}}
 READING = [
     ("sm_90a", Spec((3, 3), 32, dtype="fp16", sink=True, **problems.READ)),
     ("sm_90a", Spec((1, 1), 32, window=(20, 5), causal=False, **problems.READ)),
@@ -35,6 +36,7 @@ TRAINED = [
     ("sm_80", Spec((3, 3), 32, mask="output", **problems.OF_HEADS)),
     ("sm_90a", Spec((6, 11), 64, sink=True, **problems.READ)),
     ("sm_80", Spec((3, 3), 32, dtype="fp16", window=(40, 5), causal=False, **problems.READ)),
+    ("sm_90a", Spec((3, 3), 32, **OF_ALL_HEADS)),
 ]
 OF_PAIRS = {"logits": "s / 2 + bias[h, i, j] * (i - j) / 8", "parameters": {"bias": "h,i,j"}}
 OF_DOCUMENTS = {**problems.READ, "sink": True, "packed": True}

@@ -24,6 +24,7 @@ from mtagen.codegen.expressions import c_expression, triton_expression
 from mtagen.evaluate import evaluate
 from mtagen.expressions import alibi, softcap
 from mtagen.expressions.language import HEAD, KEY, POSITION, SCORE, canonical, is_of_distance, names_in, read
+from mtagen.expressions.parameters import read_parameters
 from mtagen.planner.cuda.score import score_function
 from mtagen.planner.geometry import score as stage
 from mtagen.planner.geometry.mask import Mask
@@ -84,7 +85,12 @@ def test_texts_that_are_refused(text: str, rule: str, mark: str | None) -> None:
         (lambda s: s if s > 0 else 0, "truth value"),
         (lambda s: math.tanh(s), "cannot be called with symbols"),
         (lambda s: [s], "cannot be called with symbols"),
-        (lambda s: sympy.gamma(s), "gamma is not a function"),
+        (lambda s: sympy.tanh(s), "cannot be called with symbols"),
+        (lambda s: s.tanh(), "numbers of expressions have no tanh"),
+        (lambda s, h: s + torch.ones(4)[h], "tensors are arguments, which parameters= declares"),
+        (lambda s, i: s + (1 if 0 <= i < 5 else 2), "join conditions by & | ~"),
+        (lambda s: s + math.inf, "inf is no number of an expression"),
+        (max, "does not name its arguments"),
     ],
 )
 def test_functions_that_are_refused(given_value: Any, rule: str) -> None:
@@ -98,7 +104,7 @@ def test_functions_that_are_refused(given_value: Any, rule: str) -> None:
 def test_equal_expressions_are_one_spec() -> None:
     texts = ["50 * tanh(s / 50)", "50*tanh(s/50.0)", "tanh(0.02 * s) * 50", "100 * tanh(s / 50) / 2"]
     assert len({mtagen.Spec(None, 16, logits=text) for text in texts}) == 1
-    assert mtagen.Spec(None, 16, logits=lambda s: 50 * sympy.tanh(s / 50)) == mtagen.Spec(None, 16, logits=texts[0])
+    assert mtagen.Spec(None, 16, logits=lambda s: 50 * tanh(s / 50))  # noqa: F821 == mtagen.Spec(None, 16, logits=texts[0])
     assert mtagen.Spec(None, 16, logits="s + 0 * i") == mtagen.Spec(None, 16)
     assert mtagen.Spec(None, 16, logits="where(i < j, s, 1)") == mtagen.Spec(None, 16, logits="where(j > i, s, 1)")
     spec = mtagen.Spec(None, 16, logits=texts[0])
@@ -117,6 +123,29 @@ def test_functions_take_builtins_as_those_of_the_language() -> None:
     assert canonical("logits", lambda s, i, j: s + min(64, i - j) * 0.1) == "s + min(64, i - j)/10"
     assert canonical("logits", lambda s: abs(s)) == canonical("logits", "abs(s)")
     assert canonical("logits", lambda s: "tanh(s)") == "tanh(s)"
+
+
+def where(*_: object) -> None:
+    """Functions that expressions name like this get that of the language."""
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda s, i, j: where((i - j) % 4 == 0, s, s - 2), "where((i - j) % 4 == 0, s, s - 2)"),
+        (lambda s, i, j: where(i != j, s, s - 5), "where(i != j, s, s - 5)"),
+        (lambda s, i, j: where(~(i // 16 == j // 16) | (j < 3), s, 1), "where(~(i // 16 == j // 16) | (3 > j), s, 1)"),
+        (
+            lambda s, i: 2 / (1 + s) - 3 * -(s**2) + 7 // (i + 1) - 9 % (i + 2),
+            "2 / (1 + s) - 3 * -s**2 + 7 // (i + 1) - 9 % (i + 2)",
+        ),
+        (lambda s, i, t: where(i == 3, s + t[0], s + t[1]), "where(i == 3, s + t[0], s + t[1])"),
+    ],
+)
+def test_operators_of_functions_are_those_of_texts(function: Any, text: str) -> None:
+    """Equality, too, which is no comparison of how numbers are written."""
+    parameters = read_parameters({"t": "2"})
+    assert canonical("logits", function, parameters) == canonical("logits", text, parameters)
 
 
 @pytest.mark.parametrize(

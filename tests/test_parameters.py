@@ -33,6 +33,8 @@ EXPRESSIONS: dict[str, dict[str, Any]] = {
     "two axes of a table": {"logits": "s + t[h, 1, min(3, abs(i - j))]", "parameters": {"t": "h,2,4"}},
     "of entries": {"logits": "s * t[b] + u[b, h]", "parameters": {"t": "b", "u": "b,h"}},
     "pairs": {"logits": "s + pair[b, h, i, j]", "parameters": {"pair": "b,h,i,j"}},
+    "a table of all heads": {"logits": "s + t[min(6, abs(i - j))]", "parameters": {"t": "7"}},
+    "keys of all heads and entries": {"logits": "s * t[j] + u[2]", "parameters": {"t": "j", "u": "3"}},
     "sink": {"sink": True},
     "before the convolution": {"scores": "3 * tanh(s / 3) + 1"},
     "before the mixture": {"convolved": "tanh(s) - t[h] * (i - j)", "parameters": {"t": "h"}},
@@ -98,7 +100,9 @@ def test_equals_reference(expression: str, pipeline: str, sizes: tuple[int, int]
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("expression", [name for name in EXPRESSIONS if name != "pairs"])
+@pytest.mark.parametrize(
+    "expression", [name for name in EXPRESSIONS if name not in ("pairs", "keys of all heads and entries")]
+)
 def test_packed_documents(expression: str) -> None:
     """Each document reads its own tokens and its own entry; rows and tokens behind the last may hold anything."""
     options = options_of(expression, "all stages")

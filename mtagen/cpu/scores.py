@@ -84,7 +84,9 @@ class Functions:
             shared = [axis for axis, extent in enumerate(shape) if extent == 1]  # scores along these read one entry
             terms = terms.sum(shared, keepdim=True) if shared else terms
             if indices:
-                total.index_put_(indices, terms.view(shape), accumulate=True)
+                total.index_put_(
+                    indices, terms.view(torch.broadcast_shapes(*(x.shape for x in indices))), accumulate=True
+                )
             else:
                 total += terms.view(())
         return evaluate(function.backward, values, self._parameters).expand_as(scores)

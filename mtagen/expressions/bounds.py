@@ -160,6 +160,11 @@ def normalised_visible(given: str | Function | None, parameters: Any, left: int 
     while mask.text is not None and mask not in forms:  # a text may be read in another form than it was written
         forms.append(mask)
         mask = _normalised(mask.text, known, mask.left, mask.right)
+    if mask == Visible(None, left, right) and right is not None:
+        alone = _normalised(text, known, None, None).right
+        if alone is None or alone > right:
+            rule = "changes nothing, because causal or window hides all later keys that it would show"
+            raise SpecError(explain("visible", text, rule, "causal=False, or no condition"))
     return min(forms[forms.index(mask) :], key=str) if mask in forms else mask
 
 

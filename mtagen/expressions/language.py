@@ -384,15 +384,89 @@ def split_sum(expr: Expr) -> tuple[Rational, Expr, list[Expr]]:
     return number, integer, others
 
 
+class _Term:
+    """A number or condition as functions see it. Its operators mean what they mean in texts.
+
+    Sympy's own symbols would not do: ``==`` compares how they are written, and gives True or False.
+
+    Attributes:
+        value: the number or condition.
+    """
+
+    def __init__(self, value: Value) -> None:
+        self.value = value
+
+    def __pow__(self, exponent: Any) -> _Term:
+        return _Term(self.value ** _value_of(exponent))
+
+    def __neg__(self) -> _Term:
+        return _Term(-self.value)
+
+    def __pos__(self) -> _Term:
+        return self
+
+    def __abs__(self) -> _Term:
+        return _Term(absolute(self.value))
+
+    def __invert__(self) -> _Term:
+        return _Term(sympy.Not(self.value))
+
+    def __bool__(self) -> bool:
+        raise TypeError("a condition has no truth value: join conditions by & | ~, and choose numbers by where()")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"numbers of expressions have no {name}")
+
+    __hash__ = None  # type: ignore[assignment]  # equality is a condition
+
+
+def _value_of(x: Any) -> Value:
+    """Return what a term, or a number of Python's, stands for.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(x, _Term):
+        return x.value
+    if isinstance(x, float) and math.isfinite(x):
+        return _rational(x)
+    if isinstance(x, (int, Fraction)):
+        return sympy.sympify(x)
+    raise TypeError(f"{x!r} is no number of an expression")
+
+
+def _on_terms(function: Function) -> Function:
+    """Return a function of sympy's numbers and conditions as one of terms."""
+    return lambda *values: _Term(function(*map(_value_of, values)))
+
+
+def _swapped(function: Function) -> Function:
+    return lambda second, first: function(first, second)
+
+
+def _add_operators() -> None:
+    names = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv", ast.FloorDiv: "floordiv"}
+    names |= {ast.Mod: "mod", ast.BitAnd: "and", ast.BitOr: "or"}
+    for kind, name in names.items():
+        operator = _on_terms((_OPERATORS | _LOGIC)[kind])
+        setattr(_Term, f"__{name}__", operator)
+        setattr(_Term, f"__r{name}__", _swapped(operator))
+    for kind, name in {ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne"}.items():
+        setattr(_Term, f"__{name}__", _on_terms(_COMPARISONS[kind]))
+
+
+_add_operators()
+
+
 class _Table:
     """A parameter as functions see it: indexing it gives an entry."""
 
     def __init__(self, parameter: Parameter, *, is_integer: bool) -> None:
         self.parameter, self.is_integer = parameter, is_integer
 
-    def __getitem__(self, indices: Any) -> Expr:
+    def __getitem__(self, indices: Any) -> _Term:
         places = indices if isinstance(indices, tuple) else (indices,)
-        return _load(self.parameter, places, is_integer=self.is_integer)
+        return _Term(_load(self.parameter, [*map(_value_of, places)], is_integer=self.is_integer))
 
 
 def _load(parameter: Parameter, indices: Sequence[Any], *, is_integer: bool) -> Expr:
@@ -405,34 +479,38 @@ def _called(name: str, function: Function, parameters: Sequence[Parameter], has_
 
     Names such as ``min`` and ``max`` in the function mean the functions of the language.
     """
-    known: dict[str, Any] = {**NAMES, str(ENTRY): ENTRY}
+    known: dict[str, Any] = {name: _Term(symbol) for name, symbol in NAMES.items()} | {str(ENTRY): _Term(ENTRY)}
     for parameter in parameters:
         table = _Table(parameter, is_integer=has_integers)
         known[parameter.name] = table if parameter.axes else table[()]
-    legal = f"a text, or a function of {', '.join(known)}"
+    legal = f"a text, or a function of {', '.join(known)} and of the names of parameters"
     if not callable(function):
         raise SpecError(explain(name, function, "is no text and no function", legal))
-    arguments = inspect.signature(function).parameters
+    try:
+        arguments = inspect.signature(function).parameters
+    except ValueError:
+        raise SpecError(explain(name, function, "does not name its arguments", legal)) from None
     if unknown := [argument for argument in arguments if argument not in known]:
         raise SpecError(explain(name, unknown, "are not names of an expression", legal))
     if isinstance(function, FunctionType):
-        names = function.__globals__ | {name: translated for name, (translated, _) in FUNCTIONS.items()}
+        translated = {name: _on_terms(meaning) for name, (meaning, _) in FUNCTIONS.items()}
         function = FunctionType(
-            function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+            function.__code__,
+            function.__globals__ | translated,
+            function.__name__,
+            function.__defaults__,
+            function.__closure__,
         )
     try:
         value = function(**{argument: known[argument] for argument in arguments})
-        if isinstance(value, str):
-            return value
-        return write(_exact(sympy.sympify(value, strict=True)))
-    except (TypeError, sympy.SympifyError) as error:
-        rule = f"cannot be called with symbols: {error}"
-        raise SpecError(explain(name, function, rule, f"arithmetic and the functions {', '.join(FUNCTIONS)}")) from None
-
-
-def _exact(expr: Expr) -> Expr:
-    """Return an expression with each decimal number as the fraction that its digits say."""
-    return expr.xreplace({number: _rational(float(number)) for number in expr.atoms(sympy.Float)})
+        return value if isinstance(value, str) else write(_value_of(value))
+    except SpecError:
+        raise
+    except Exception as error:  # whatever the function does with what it gets
+        rule = f"cannot be called with symbols: {type(error).__name__}: {error}"
+        functions = f"arithmetic, comparisons joined by & | ~, and the functions {', '.join(FUNCTIONS)}"
+        tensors = "tensors are arguments, which parameters= declares"
+        raise SpecError(explain(name, function, rule, f"{functions}; {tensors}")) from None
 
 
 def _rational(number: float) -> Rational:

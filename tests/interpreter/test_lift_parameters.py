@@ -21,6 +21,8 @@ EXPRESSIONS: dict[str, dict[str, Any]] = {
     "two axes of a table": {"logits": "s + t[h, 1, max(0, min(3, i - j))]", "parameters": {"t": "h,2,4"}},
     "gates": {"logits": "s + gates[b, h, i] - gates[b, h, j]", "parameters": {"gates": "b,h,i"}},
     "keys of all heads": {"logits": "s + bias[b, j]", "parameters": {"bias": "b,j"}},
+    "a table of all heads": {"logits": "s + t[max(0, min(6, i - j))]", "parameters": {"t": "7"}},
+    "keys of all heads and entries": {"logits": "s * t[j] + u[2]", "parameters": {"t": "j", "u": "3"}},
     "one number": {"logits": "s * t * log(i + 2) / 4", "parameters": {"t": ""}},
     "of the score": {"logits": "t[h] * tanh(s / t[h])", "parameters": {"t": "h"}},
     "sink": {"sink": True},
