@@ -40,7 +40,7 @@ _HOMES = {
     "reference": "eager",  # importing a module named reference would replace the function by the module
 }
 
-_SUBMODULES = ("accuracy", "distributed", "nn", "serving", "transformers")
+_SUBMODULES = ("accuracy", "distributed", "expressions", "nn", "serving", "transformers")
 
 # Without "transformers": ``from mtagen import *`` must not need that package.
 __all__ = [
@@ -60,6 +60,7 @@ __all__ = [
     "distributed",
     "draw_seed",
     "dropout_mask",
+    "expressions",
     "nn",
     "plan",
     "reference",

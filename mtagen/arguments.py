@@ -197,7 +197,7 @@ def check_learned(
     Raises:
         InputError: a tensor is missing, was not asked for, or has another shape, dtype or device.
     """
-    if parameters is not None and not isinstance(parameters, Mapping):
+    if parameters is not None and not isinstance(parameters, (Mapping, torch.nn.ParameterDict)):
         raise InputError(explain("parameters", type(parameters).__name__, "must be a mapping", "{name: tensor}"))
     if q.shape[-2] > sizes.get("Nk", q.shape[-2]) and any(x.shape.count("Nk") > 1 for x in arguments):
         rule = "a parameter of pairs of tokens has no entries for queries before the first key"
@@ -222,10 +222,11 @@ def check_learned(
             raise InputError(explain(f"{name}.shape", tuple(x.shape), f"must be {argument.shape}", shape))
         dtypes = {q.dtype if dtype == "q" else ARGUMENT_DTYPES[dtype] for dtype in argument.dtypes}
         if x.dtype not in dtypes:
+            width = " of 32 bits" if argument.dtypes == CHECKED_INTEGERS else ""
             rule = (
                 "must be fp32 or the dtype of q"
                 if argument.differentiable
-                else "must be integers, because visible reads it"
+                else f"must be integers{width}, because visible reads it"
             )
             raise InputError(explain(f"{name}.dtype", x.dtype, rule, (*dtypes,)))
         if x.device != q.device:

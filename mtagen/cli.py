@@ -115,6 +115,7 @@ def _spec(
         tuple[int, int] | None,
         typer.Option(
             help="Ranks of the matrices that each query and each key add to the mixing before the softmax.",
+            metavar="RANK_Q RANK_K",
             show_default="no such matrices",
         ),
     ] = None,
@@ -122,12 +123,15 @@ def _spec(
         tuple[int, int] | None,
         typer.Option(
             help="The same for the mixing after the softmax.",
+            metavar="RANK_Q RANK_K",
             show_default="no such matrices",
         ),
     ] = None,
     window: Annotated[
         tuple[int, int],
-        typer.Option(help="Number of keys that a query sees before and after its own position; -1: all."),
+        typer.Option(
+            help="Number of keys that a query sees before and after its own position; -1: all.", metavar="LEFT RIGHT"
+        ),
     ] = (-1, -1),
     scores: Annotated[
         str | None,
@@ -183,7 +187,10 @@ def _spec(
     ] = None,
 ) -> Spec:
     options: dict[str, Any] = {**locals()}  # only the options are local so far
-    named = [given.partition("=")[::2] for given in options.pop("parameter") or ()]
+    given_parameters = options.pop("parameter") or ()
+    if unnamed := [given for given in given_parameters if "=" not in given]:
+        raise SpecError(explain("parameter", unnamed[0], "must be a name and axes", "NAME=AXES, such as table=h,65"))
+    named = [given.partition("=")[::2] for given in given_parameters]
     extents = {name: _extents(name, options[name]) for name in ("kernel", "post_kernel")}
     return Spec(**options | extents | {"parameters": tuple(named)})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from .config import Config
 from .dtypes import DTypeLike, dtype_name
@@ -83,8 +84,8 @@ def build(
             convolution.
         logits: replaces the input of the softmax by an expression in s, the score after the
             convolution and the mixing.
-        visible: which keys a query sees, besides ``causal`` and ``window``: a condition in i, j, b and
-            parameters, such as ``(j <= i) | (j < prefix[b])`` with ``causal=False``, ``i // 64 ==
+        visible: which keys a query sees, besides ``causal`` and ``window``: a condition in i, j and
+            parameters, which b may index, such as ``(j <= i) | (j < prefix[b])`` with ``causal=False``, ``i // 64 ==
             j // 64`` or ``(j < 4) | (i - j < 128)``. Parameters that it reads are integers.
         parameters: declares the tensors that expressions read, as name -> axes; each call passes the
             tensors. Axes are ``b`` (batch entries), ``h`` (heads of queries), ``i`` or ``j``
@@ -168,5 +169,11 @@ def build(
         dropout=dropout,
         page_size=replace(spec, page_size=page_size).page_size,
         plan_like=plan_like,
-        build_again=partial(build, **arguments | {"tune": False}),  # a build uses stored tuning results anyway
+        # Texts in the place of functions can be pickled. A build uses stored tuning results anyway.
+        build_again=partial(build, **arguments | _in_texts(spec) | {"tune": False}),
     )
+
+
+def _in_texts(spec: Spec) -> dict[str, Any]:
+    """Return the options of a request, in which expressions are texts."""
+    return {name: getattr(spec, name) for name in OPTIONS if name != "dtype"}

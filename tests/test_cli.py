@@ -114,6 +114,7 @@ def test_module_runs_as_a_program() -> None:
         (["--dtype", "fp8"], "dtype: got 'fp8'"),
         (["--target", "h100"], "target: got 'h100'"),
         (["--backend", "cudnn"], "backend: got 'cudnn'"),
+        (["--parameter", "t:h"], "parameter: got 't:h'"),
     ],
 )
 @pytest.mark.parametrize("command", ["emit", "plan", "check"])

@@ -42,7 +42,8 @@ WRONG = [
     ("i < j", "a condition stands", "^^^^^"),
     ("s and i", "a condition stands", "^^^^^^^"),
     ("where(s, 1, 2)", "is no condition", "      ^"),
-    ("s if i else j", "IfExp is not", "^"),
+    ("s if i else j", "`if` and `else` are not in the language", "^"),
+    ("s ^ 2", "`^` is not in the language", "^"),
     ("'s'", "Constant is not", "^^^"),
     ("True * s", "Constant is not", "^^^^"),
     ("s ** s", "has no such exponent", "^^^^^^"),
@@ -123,6 +124,35 @@ def test_functions_take_builtins_as_those_of_the_language() -> None:
     assert canonical("logits", lambda s, i, j: s + min(64, i - j) * 0.1) == "s + min(64, i - j)/10"
     assert canonical("logits", lambda s: abs(s)) == canonical("logits", "abs(s)")
     assert canonical("logits", lambda s: "tanh(s)") == "tanh(s)"
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("text", ["s * log(i + 1) / 6", "s - exp(-h)", "s + tanh(j) + sqrt(i + j)"])
+def test_functions_of_integers_have_the_dtype_of_scores(text: str, default: torch.dtype) -> None:
+    place = {HEAD: 1, POSITION: 7, KEY: 3}
+    values = {symbol: torch.tensor([x]) for symbol, x in place.items()} | {
+        SCORE: torch.tensor([0.3], dtype=torch.float64)
+    }
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found = evaluate(read("text", text), values).item()
+    finally:
+        torch.set_default_dtype(before)
+    assert found == pytest.approx(float(read("text", text).subs(place | {SCORE: 0.3})), rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    "text", ["where(j < 2, s, -1e30)", "min(s, 1e20)", "where(i < 1e30, s, 2)", "s + 0 / (1e30 - i)"]
+)
+def test_constants_of_more_than_64_bits(text: str) -> None:
+    q = torch.randn(1, 2, 5, 16, dtype=torch.float64, requires_grad=True)
+    op = mtagen.build(None, 16, logits=text, target="cpu", dtype="fp64")
+    s = (q @ q.mT / 4).masked_fill(~torch.ones(5, 5).tril().bool(), -math.inf)
+    expected = (s.masked_fill(torch.arange(5) >= 2, -math.inf) if "j <" in text else s).softmax(-1) @ q
+    torch.testing.assert_close(op(q, q, q), expected)
+    (gradient,) = torch.autograd.grad(op(q, q, q).sum(), q)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), q)[0])
 
 
 def where(*_: object) -> None:

@@ -416,6 +416,13 @@ def test_caches_of_equal_lengths_stay_so() -> None:
     assert not different.select(torch.tensor([2])).ragged  # there is no other length
     with pytest.raises(InputError, match=r"caches: .*max_len"):
         Cache.cat([one, layer.new_cache(1, 9)])
+    assert torch.equal(both.select([1, 0]).keys, both.select(torch.tensor([1, 0])).keys)
+    for entries, rule in (
+        (torch.tensor(1), "must be numbers of entries"),
+        (torch.tensor([2]), "the cache has 2 entries"),
+    ):
+        with pytest.raises(InputError, match=rule):
+            both.select(entries)
 
 
 @settings(max_examples=25, deadline=None)

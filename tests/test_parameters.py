@@ -216,6 +216,7 @@ P = {"slopes": "h", "table": "h,9", "gates": "b,h,i", "t": ""}
 @pytest.mark.parametrize(
     ("text", "rule", "mark"),
     [
+        ("s + table[h, i % 10]", "the index may be from 0 to 9", "             ^^^^^^"),
         ("s + table[h, i - j]", "the index may be from 0 to inf", "             ^^^^^"),
         ("s + table[h, 9]", "the index may be from 9 to 9", "             ^"),
         ("s + table[h]", "table has 2 axes and 1 indices", "    ^^^^^^^^"),

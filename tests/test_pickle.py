@@ -100,6 +100,15 @@ def test_unpickling_does_not_tune(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(pickle.loads(pickled), mtagen.AttentionOp)
 
 
+def test_expressions_that_are_functions() -> None:
+    """Functions without a name cannot be pickled, but their texts can."""
+    options = {"logits": lambda s, i, j: s - 0.1 * (i - j), "visible": lambda i, j: (i - j < 16) & (j != 5)}
+    for made in (mtagen.build(None, 16, target="cpu", **options), MultiTokenAttention(64, 4, **options).op):
+        assert pickle.loads(pickle.dumps(made)).plan.spec == made.plan.spec
+    layer = MultiTokenAttention(64, 4, **options)
+    assert pickle.loads(pickle.dumps(layer)).op.plan.spec == layer.op.plan.spec
+
+
 def test_copies_of_an_op_are_the_op() -> None:
     op, _ = an_op()
     assert copy.copy(op) is op

@@ -80,13 +80,12 @@ class Functions:
             terms = evaluate(function.load_backward(load), values, self._parameters).expand_as(scores)
             total = self.gradients[load.parameter]
             indices = indices_of(load, values, total)
-            shape = sum(indices, terms.new_zeros(1, 1, 1)).shape
+            read = sum(indices, terms.new_zeros(()))  # of the shape that the indices broadcast to
+            shape = (terms.new_zeros(1, 1, 1) + read).shape
             shared = [axis for axis, extent in enumerate(shape) if extent == 1]  # scores along these read one entry
             terms = terms.sum(shared, keepdim=True) if shared else terms
             if indices:
-                total.index_put_(
-                    indices, terms.view(torch.broadcast_shapes(*(x.shape for x in indices))), accumulate=True
-                )
+                total.index_put_(indices, terms.view(read.shape), accumulate=True)
             else:
                 total += terms.view(())
         return evaluate(function.backward, values, self._parameters).expand_as(scores)

@@ -55,12 +55,13 @@ def softcap(cap: float) -> str:
 
 
 def alibi(heads: int) -> str:
-    """Return logits that fall with the distance of the key, by ALiBi's slope of each head.
+    """Return logits that fall with the distance of the key, by ALiBi's slope of each head, for causal attention.
 
-    The slope of head h of H is ``2 ** (-8 (h + 1) / H)`` (Press et al., 2022, for powers of two).
+    The slope of head h of H is ``2 ** (-8 (h + 1) / H)`` (Press et al., 2022, for powers of two). It is
+    added to ``j - i``, so queries that see later keys would prefer them: then replace ``(i - j)`` by ``abs(i - j)``.
 
     Args:
-        heads: H, heads of queries.
+        heads: H, the heads of queries of each call. With other heads the slopes are those of H.
 
     Raises:
         SpecError: ``heads`` is not a positive integer.

@@ -444,14 +444,21 @@ def _swapped(function: Function) -> Function:
     return lambda second, first: function(first, second)
 
 
+_NAMES_OF_OPERATORS: dict[type[ast.AST], str] = dict(
+    zip((*_OPERATORS, *_LOGIC), ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or"), strict=True)
+)
+_NAMES_OF_COMPARISONS: dict[type[ast.AST], str] = dict(
+    zip(_COMPARISONS, ("lt", "le", "gt", "ge", "eq", "ne"), strict=True)
+)
+
+
 def _add_operators() -> None:
-    names = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv", ast.FloorDiv: "floordiv"}
-    names |= {ast.Mod: "mod", ast.BitAnd: "and", ast.BitOr: "or"}
-    for kind, name in names.items():
+    """Give terms the operators of the language."""
+    for kind, name in _NAMES_OF_OPERATORS.items():
         operator = _on_terms((_OPERATORS | _LOGIC)[kind])
         setattr(_Term, f"__{name}__", operator)
         setattr(_Term, f"__r{name}__", _swapped(operator))
-    for kind, name in {ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne"}.items():
+    for kind, name in _NAMES_OF_COMPARISONS.items():
         setattr(_Term, f"__{name}__", _on_terms(_COMPARISONS[kind]))
 
 
@@ -658,7 +665,8 @@ class _Reader:
 
     def _unknown(self, node: ast.expr) -> SpecError:
         """Return an error for a node that is no number of the language."""
-        names = [*NAMES, *(f"{x.name}[{x.text}]" if x.axes else x.name for x in self.parameters.values())]
+        names = ["i", "j"] if self.has_integers else [*NAMES]
+        names += [*(f"{x.name}[{x.text}]" if x.axes else x.name for x in self.parameters.values())]
         legal = f"numbers, {', '.join(names)}, + - * / // % **, {', '.join(FUNCTIONS)}"
         match node:
             case ast.Name(id=name):
@@ -667,6 +675,10 @@ class _Reader:
                 return self._error(node, f"{name} is not declared by parameters={{'{name}': its axes}}", legal)
             case ast.Call(func=ast.Name(id=name)):
                 return self._error(node, f"{name} is not a function of the language", legal)
+            case ast.IfExp():
+                return self._error(node, "`if` and `else` are not in the language", "where(condition, x, y)")
+            case ast.BinOp(op=ast.BitXor()):
+                return self._error(node, "`^` is not in the language", "** for powers")
             case ast.BinOp(op=ast.BitAnd() | ast.BitOr()):
                 return self._error(node, "& and | bind tighter than comparisons", "parentheses: (i < j) & (j > 3)")
             case ast.Compare() | ast.BoolOp():

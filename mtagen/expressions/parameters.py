@@ -11,7 +11,10 @@ from ..errors import SpecError, explain
 
 LARGEST_EXTENT = 4096  # of a table
 _ORDER = "bh#ij"  # axes that are numbers stand where # is
-_LEGAL = "axes of b (batch entry), h (head), numbers from 1 to 4096, i and j (tokens), in this order, such as h,65"
+_LEGAL = (
+    "axes of b (batch entry), h (head), numbers from 1 to 4096, i and j (tokens) or i//64 and j//64 (blocks of 64), in "
+    "this order, such as h,65"
+)
 _BLOCKS = re.compile(r"([ij])\s*//\s*([1-9][0-9]{0,8})")  # an axis that counts blocks of tokens
 _RESERVED = frozenset(("s", "i", "j", "h", "b", "out", "q", "k", "v"))
 

@@ -96,6 +96,8 @@ def _range(expr: Expr, distances: Range) -> Range:
         function = _MONOTONE[type(expr)]
         return function(parts[0][0]), function(parts[0][1])
     if expr.is_Add:
+        if divisor := _divisor_of_remainder(expr):
+            return 0.0, divisor - 1.0
         return sum(low for low, _ in parts), sum(high for _, high in parts)
     if expr.is_Mul:
         result = parts[0]
@@ -109,6 +111,17 @@ def _range(expr: Expr, distances: Range) -> Range:
         least = 0.0 if int(expr.exp) % 2 == 0 and low < 0 < high else min(ends)
         return least, max(ends)
     return _ALL
+
+
+def _divisor_of_remainder(expr: Expr) -> int | None:
+    """Return the divisor of a sum that is the remainder ``x - n floor(x / n)`` of an integer x; None if it is none."""
+    for term in expr.args:
+        factor, quotient = term.as_coeff_Mul()
+        if isinstance(quotient, sympy.floor) and factor.is_Integer and factor < 0:
+            number = expr - term
+            if number.is_integer and sympy.expand(number + factor * quotient.args[0]) == 0:
+                return int(-factor)
+    return None
 
 
 def _holds(condition: Boolean, distances: Range) -> bool | None:

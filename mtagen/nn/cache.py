@@ -282,14 +282,26 @@ class Cache:
         ((_, spare),) = sizes
         return cls(**tensors, longest=max(counts), ragged=ragged, spare=spare)
 
-    def select(self, entries: Tensor) -> Cache:
+    def select(self, entries: Tensor | Sequence[int]) -> Cache:
         """Return a cache with copies of the entries that ``entries`` lists, in that order.
 
         Use it to choose beams, and to remove sequences that have ended from a batch.
 
         Args:
             entries: ``(n,)`` integers; an entry may be listed several times.
+
+        Raises:
+            InputError: ``entries`` is no list or tensor of integers, or an entry does not exist.
         """
+        entries = torch.as_tensor(entries, device=self.lengths.device)
+        if entries.ndim != 1 or entries.is_floating_point():
+            got = f"{entries.dtype} {tuple(entries.shape)}"
+            raise InputError(explain("entries", got, "must be numbers of entries", "a tensor (n,) of integers"))
+        batch = len(self.lengths)
+        if not (entries.is_cuda or _is_captured(entries)) and not (entries < batch).all():  # a GPU would have to wait
+            raise InputError(
+                explain("entries", entries.tolist(), f"the cache has {batch} entries", f"0 to {batch - 1}")
+            )
         tensors = {name: getattr(self, name)[entries] for name in _TENSORS}
         ragged, longest = self.ragged and len(entries) > 1, None if self.ragged else self.longest
         return replace(self, **tensors, longest=longest, ragged=ragged, captured=False)

@@ -228,10 +228,10 @@ class AttentionOp:
                 of 2**-15; the others are divided by 1 - p. A value above 0 needs an op built with
                 ``dropout=True``. Use it in training only: ``dropout_p=p if self.training else 0``.
             dropout_seed: ``(2,)`` int64 on q's device, which decides the factors that are dropped
-                (:func:`mtagen.dropout_mask` returns them); by default each call draws a seed from
+                (:func:`mtagen.dropout_mask` says which are kept); by default each call draws a seed from
                 torch's generator (:func:`mtagen.draw_seed`).
             return_lse: also return the log-sum-exp of each row of the scores that the softmax
-                takes, ``(B, H, Nq)`` fp32.
+                takes, ``(B, H, Nq)`` fp32, or fp64 if q is.
 
         Returns:
             ``(B, H, Nq, DV)`` in q's dtype. Rows that see no key are 0 with a log-sum-exp of -inf. Under

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..arguments import Named, check_batch, check_dense, check_groups, check_learned, shaped_weight
 from ..call import NO_LEARNED, Documents
 from ..config import Config
+from ..dtypes import TORCH_DTYPES
 from ..errors import InputError, explain
 from ..planner.targets import GRID_X
 from ..spec import FACTORS, MAX_NEW_TOKENS, SINK, STAGES, WEIGHTS, Spec, as_int
@@ -233,7 +234,8 @@ def _checked(
     name, q = tensors[0]
     if q.dtype not in dtypes:
         rule, legal = "this op was not built for this dtype", " or ".join(map(str, dtypes))
-        raise InputError(explain(f"{name}.dtype", q.dtype, rule, f"{legal}; or mtagen.build(..., dtype={q.dtype})"))
+        other = f"; or mtagen.build(..., dtype={q.dtype})" if q.dtype in TORCH_DTYPES.values() else ""
+        raise InputError(explain(f"{name}.dtype", q.dtype, rule, f"{legal}{other}"))
     check_batch(tensors, (spec.head_dim, spec.value_head_dim), packed=packed)
     for name, x in tensors:
         if x.stride()[-1] != 1 and x.shape[-1] > 1:
