@@ -401,3 +401,11 @@ def test_markup_of_texts_is_printed_as_it_is() -> None:
     assert text.count(remedy) == 3
     assert "[what]" in text
     assert "[a]" in text
+
+
+def test_check_of_parameters_of_pairs() -> None:
+    """Sizes with more queries than keys are left out: such queries have no entries."""
+    options = ["--logits", "s + t[b, h, i, j]", "--parameter", "t=b,h,i,j"]
+    result = run("check", "--kernel", "none", "--head-dim", "16", *options)
+    assert result.exit_code == 0
+    assert "all 32 within the rule" in result.stdout
