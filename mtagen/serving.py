@@ -82,6 +82,7 @@ class Step:
             InputError: ``cu_seq_q`` or ``lengths`` is no vector of int32, or they do not belong together.
         """
         _check_requests(cu_seq_q, lengths)
+        _check_counts(("total", total, 0))
         requests, context, size, slots = len(lengths), rings.context, rings.size, max(rings.slots, 1)
         past = lengths - cu_seq_q.diff()
         token = torch.arange(total, device=lengths.device, dtype=torch.int32)
@@ -128,6 +129,7 @@ class Step:
                 checked with ``MTAGEN_CHECK_VALUES=1``.
         """
         _check_requests(cu_seq_q, lengths)
+        _check_counts(("total", total, 0))
         if may_read(lengths):
             check_boundaries(("cu_seq_q", cu_seq_q), ("total", total), total, lengths.device)
             if bool((cu_seq_q.diff() > lengths).any()):
@@ -334,8 +336,8 @@ class Rings:
 def _check_requests(cu_seq_q: Tensor, lengths: Tensor) -> None:
     """Check the shapes and dtypes of a step's boundaries and lengths."""
     for name, x, count in (("lengths", lengths, len(lengths)), ("cu_seq_q", cu_seq_q, len(lengths) + 1)):
-        if x.dtype != torch.int32 or x.shape != (count,):
-            got = tuple(x.shape), x.dtype
+        if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.shape != (count,):
+            got = (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x).__name__
             raise InputError(explain(name, got, "must fit the requests", f"shape ({count},), torch.int32"))
 
 

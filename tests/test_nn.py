@@ -416,6 +416,10 @@ def test_caches_of_equal_lengths_stay_so() -> None:
     assert not different.select(torch.tensor([2])).ragged  # there is no other length
     with pytest.raises(InputError, match=r"caches: .*max_len"):
         Cache.cat([one, layer.new_cache(1, 9)])
+    with pytest.raises(InputError, match="must be those of one layer, in one dtype"):
+        Cache.cat([one, layer.new_cache(1, 8, dtype=torch.bfloat16)])
+    with pytest.raises(InputError, match="must be several caches"):
+        Cache.cat(one)  # type: ignore[arg-type]
     assert torch.equal(both.select([1, 0]).keys, both.select(torch.tensor([1, 0])).keys)
     for entries, rule in (
         (torch.tensor(1), "must be numbers of entries"),

@@ -112,6 +112,10 @@ def test_steps_of_other_rings_are_refused() -> None:
             held.append(q, wrong)
     with pytest.raises(InputError, match="must fit the requests"):
         Step.of_tables(rings, boundaries[0].long(), boundaries[1], 3, table)
+    with pytest.raises(InputError, match="lengths: got 'list'; must fit the requests"):
+        Step.of_tables(rings, boundaries[0], [3], 3, table)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="total: got '3'; must be an int"):
+        Step.of_tables(rings, *boundaries, "3", table)  # type: ignore[arg-type]
 
 
 def one_step() -> tuple[Rings, Step, dict[str, Tensor]]:

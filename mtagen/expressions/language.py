@@ -297,7 +297,7 @@ def read(
     """
     expr = _translated(_Reader(name, text.strip(), parameters, distances).number, name, text)
     if expr.diff(SCORE).has(sympy.Derivative, sympy.Subs):
-        raise SpecError(explain(name, text, "has no derivative in s that can be written", "floor and // without s"))
+        raise SpecError(explain(name, text, "has no derivative in s that can be written", "floor, // and % without s"))
     return expr
 
 
@@ -490,7 +490,8 @@ def _called(name: str, function: Function, parameters: Sequence[Parameter], has_
     for parameter in parameters:
         table = _Table(parameter, is_integer=has_integers)
         known[parameter.name] = table if parameter.axes else table[()]
-    legal = f"a text, or a function of {', '.join(known)} and of the names of parameters"
+    names = ", ".join(name for name in known if not (has_integers and name in "sh"))
+    legal = f"a text, or a function of {names}, and other parameters"
     if not callable(function):
         raise SpecError(explain(name, function, "is no text and no function", legal))
     try:
@@ -654,6 +655,8 @@ class _Reader:
 
     def _checked(self, node: ast.expr, expr: Expr) -> Expr:
         """Return an expression after checking that its numbers are numbers of fp32."""
+        if expr.has(sympy.zoo) and isinstance(node, ast.BinOp):
+            raise self._error(node, "divides by zero", "other divisors")
         if expr.is_number and not (expr.is_real and abs(expr.evalf()) <= LARGEST):
             raise self._error(node, f"{expr} is no number of fp32", "real numbers up to 2**127")
         if expr.has(sympy.zoo, sympy.nan, sympy.oo, -sympy.oo, sympy.I):

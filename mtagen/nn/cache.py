@@ -269,13 +269,20 @@ class Cache:
         Use it to take prompts of different lengths one by one and to continue them together.
 
         Raises:
-            InputError: ``caches`` is empty, or the caches' ``max_len`` or ``spare`` differ.
+            InputError: ``caches`` is empty or no list, or the caches' ``max_len``, ``spare``, shapes or dtypes differ.
         """
+        if isinstance(caches, Cache):
+            raise InputError(explain("caches", "a Cache", "must be several caches", "a list of them"))
         sizes = {(cache.max_len, cache.spare) for cache in caches}
         if len(sizes) != 1:
             rule = "must have one max_len and one spare in common"
             got = [f"max_len={max_len}, spare={spare}" for max_len, spare in sorted(sizes)]
             raise InputError(explain("caches", got, rule, "caches of layer.new_cache(batch, max_len, spare=...)"))
+        for name in _TENSORS:
+            kinds = {(getattr(cache, name).dtype, tuple(getattr(cache, name).shape[1:])) for cache in caches}
+            if len(kinds) > 1:
+                rule = "must be those of one layer, in one dtype"
+                raise InputError(explain(f"{name} of caches", sorted(map(str, kinds)), rule, "caches of one new_cache"))
         tensors: dict[str, Any] = {name: torch.cat([getattr(cache, name) for cache in caches]) for name in _TENSORS}
         counts = [cache.read_longest() for cache in caches]
         ragged = any(cache.ragged or count != counts[0] for cache, count in zip(caches, counts, strict=True))
