@@ -99,8 +99,8 @@ MUTANTS = (
     Mutant(
         "op-tuned-when-it-is-unpickled",
         "mtagen/op.py",
-        'arguments | {"tune": False}',
-        "arguments",
+        'arguments | _in_texts(spec) | {"tune": False}',
+        "arguments | _in_texts(spec)",
         "Loading a checkpoint takes minutes of tuning.",
         (PICKLED,),
     ),

@@ -55,4 +55,28 @@ MUTANTS = (
         "Documents that are named by their keys alone see each other.",
         ("tests/test_transformers.py::test_illegal_calls",),
     ),
+    Mutant(
+        "equality-of-how-numbers-are-written",
+        "mtagen/expressions/language.py",
+        "    for kind, name in _NAMES_OF_COMPARISONS.items():",
+        "    for kind, name in [*_NAMES_OF_COMPARISONS.items()][:4]:",
+        "A function's == compares objects, so that conditions are always false.",
+        ("tests/test_expressions.py::test_operators_of_functions_are_those_of_texts",),
+    ),
+    Mutant(
+        "functions-of-integers-in-the-default-dtype",
+        "mtagen/evaluate.py",
+        "self.of if compares_integers else self.real, expr.args",
+        "self.of, expr.args",
+        "log(i + 1) is computed in PyTorch's default dtype.",
+        ("tests/test_expressions.py::test_functions_of_integers_have_the_dtype_of_scores",),
+    ),
+    Mutant(
+        "conditions-that-causal-hides",
+        "mtagen/expressions/bounds.py",
+        "if alone is None or alone > right:",
+        "if alone is not None and alone > right:",
+        "A prefix that the default causal=True hides is left out without a word.",
+        ("tests/test_visible.py::test_masks_that_are_refused",),
+    ),
 )
