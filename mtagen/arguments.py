@@ -199,7 +199,7 @@ def check_learned(
     """
     if parameters is not None and not isinstance(parameters, (Mapping, torch.nn.ParameterDict)):
         raise InputError(explain("parameters", type(parameters).__name__, "must be a mapping", "{name: tensor}"))
-    if q.shape[-2] > sizes.get("Nk", q.shape[-2]) and any(x.shape.count("Nk") > 1 for x in arguments):
+    if q.shape[-2] > sizes.get("Nk", q.shape[-2]) and any(x.counts_pairs for x in arguments):
         rule = "a parameter of pairs of tokens has no entries for queries before the first key"
         raise InputError(explain("q.shape", tuple(q.shape), rule, "no more queries than keys"))
     given = {f"parameters[{name!r}]": x for name, x in (parameters or {}).items()}

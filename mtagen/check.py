@@ -71,7 +71,7 @@ def check(op: Op, spec: Spec, device: torch.device, sizes: Sequence[Sizes] = SIZ
     if spec.dtype == "fp64":
         legal = [name for name in TORCH_DTYPES if name != "fp64"]
         raise SpecError(explain("dtype", spec.dtype, "must be narrower than the float64 reference", legal))
-    has_pairs = any(x.shape.count("Nk") > 1 for x in spec.learned_arguments)  # none for queries before all keys
+    has_pairs = any(x.counts_pairs for x in spec.learned_arguments)
     for requested in sizes:
         if has_pairs and requested.nq > requested.nk:
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import reduce
+from functools import cache, reduce
 
 import sympy
 import torch
@@ -114,6 +114,7 @@ class Bounds:
         return evaluate_integer(bound, {POSITION: positions, ENTRY: entries}, self._parameters)
 
 
+@cache
 def _is_whole(expr: sympy.Basic) -> bool:
     """Return whether an expression is an integer that is computed from numbers of 64 bits."""
     return bool(expr.is_integer) and all(abs(number) < 2**63 for number in expr.atoms(sympy.Integer))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from .config import Config
 from .dtypes import DTypeLike, dtype_name
@@ -17,7 +16,7 @@ from .planner.tables import shipped
 from .runtime.devices import local_target
 from .runtime.load import available_backends
 from .runtime.tuned import remembered
-from .spec import OPTIONS, DType, Expression, KeyPadding, Mask, Spec
+from .spec import OPTIONS, DType, Expression, KeyPadding, Mask, Spec, options_of
 
 _INTERPRETER_TARGET = "generic"  # small tiles: the interpreter pays per operation
 
@@ -169,11 +168,6 @@ def build(
         dropout=dropout,
         page_size=replace(spec, page_size=page_size).page_size,
         plan_like=plan_like,
-        # Texts in the place of functions can be pickled. A build uses stored tuning results anyway.
-        build_again=partial(build, **arguments | _in_texts(spec) | {"tune": False}),
+        # A build uses stored tuning results anyway.
+        build_again=partial(build, **arguments | options_of(spec) | {"tune": False}),
     )
-
-
-def _in_texts(spec: Spec) -> dict[str, Any]:
-    """Return the options of a request, in which expressions are texts."""
-    return {name: getattr(spec, name) for name in OPTIONS if name != "dtype"}

@@ -84,6 +84,11 @@ class Argument(NamedTuple):
     dtypes: tuple[str, ...] = ("q",)
     differentiable: bool = True
 
+    @property
+    def counts_pairs(self) -> bool:
+        """Whether it has an entry for each pair of tokens, and none for queries before the first key."""
+        return self.shape.count("Nk") > 1
+
     def extents(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape in numbers, given the symbols' values."""
         return tuple(x if isinstance(x, int) else _extent(x, sizes) for x in self.shape)
@@ -567,6 +572,16 @@ class Spec:
 # Fields that mtagen.build takes as options: a built op serves batches, packed documents and pages, with dropout and
 # without.
 OPTIONS = tuple(name for name in Spec.__dataclass_fields__ if name not in ("packed", "dropout", "page_size"))
+
+
+def options_of(spec: Spec) -> dict[str, Any]:
+    """Return arguments of ``mtagen.build`` with which ops of a request are built again, for any dtype.
+
+    Expressions are texts there, which can be pickled, whatever was given.
+    """
+    return {name: getattr(spec, name) for name in OPTIONS if name != "dtype"}
+
+
 # Options that mtagen.reference takes: it sees the stages and sizes in its tensors.
 _IN_TENSORS = (
     *STAGES.values(),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import math
 import subprocess
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import sympy
 import torch
@@ -85,7 +87,7 @@ def test_texts_that_are_refused(text: str, rule: str, mark: str | None) -> None:
         (lambda s, x: s + x, "are not names"),
         (lambda s: s if s > 0 else 0, "truth value"),
         (lambda s: math.tanh(s), "cannot be called with symbols"),
-        (lambda s: [s], "cannot be called with symbols"),
+        (lambda s: [s + 1], "[s + 1] is no number of an expression"),
         (lambda s: sympy.tanh(s), "cannot be called with symbols"),
         (lambda s: s.tanh(), "numbers of expressions have no tanh"),
         (lambda s, h: s + torch.ones(4)[h], "tensors are arguments, which parameters= declares"),
@@ -105,7 +107,8 @@ def test_functions_that_are_refused(given_value: Any, rule: str) -> None:
 def test_equal_expressions_are_one_spec() -> None:
     texts = ["50 * tanh(s / 50)", "50*tanh(s/50.0)", "tanh(0.02 * s) * 50", "100 * tanh(s / 50) / 2"]
     assert len({mtagen.Spec(None, 16, logits=text) for text in texts}) == 1
-    assert mtagen.Spec(None, 16, logits=lambda s: 50 * tanh(s / 50))  # noqa: F821 == mtagen.Spec(None, 16, logits=texts[0])
+    capped = mtagen.Spec(None, 16, logits=lambda s: 50 * tanh(s / 50))  # noqa: F821, named by the language
+    assert capped == mtagen.Spec(None, 16, logits=texts[0])
     assert mtagen.Spec(None, 16, logits="s + 0 * i") == mtagen.Spec(None, 16)
     assert mtagen.Spec(None, 16, logits="where(i < j, s, 1)") == mtagen.Spec(None, 16, logits="where(j > i, s, 1)")
     spec = mtagen.Spec(None, 16, logits=texts[0])
@@ -124,6 +127,11 @@ def test_functions_take_builtins_as_those_of_the_language() -> None:
     assert canonical("logits", lambda s, i, j: s + min(64, i - j) * 0.1) == "s + min(64, i - j)/10"
     assert canonical("logits", lambda s: abs(s)) == canonical("logits", "abs(s)")
     assert canonical("logits", lambda s: "tanh(s)") == "tanh(s)"
+
+
+@pytest.mark.parametrize("number", [np.int64(3), np.float32(0.5), np.float64(0.1), Fraction(1, 4)], ids=repr)
+def test_functions_may_have_numbers_of_any_type(number: Any) -> None:
+    assert canonical("logits", lambda s: s * number + number) == canonical("logits", f"s * {number} + {number}")
 
 
 @pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import reduce
@@ -414,6 +415,9 @@ class _Term:
     def __bool__(self) -> bool:
         raise TypeError("a condition has no truth value: join conditions by & | ~, and choose numbers by where()")
 
+    def __repr__(self) -> str:
+        return write(self.value)
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"numbers of expressions have no {name}")
 
@@ -428,10 +432,12 @@ def _value_of(x: Any) -> Value:
     """
     if isinstance(x, _Term):
         return x.value
-    if isinstance(x, float) and math.isfinite(x):
-        return _rational(x)
-    if isinstance(x, (int, Fraction)):
+    if isinstance(x, bool):
         return sympy.sympify(x)
+    if isinstance(x, numbers.Rational):
+        return Rational(x.numerator, x.denominator)
+    if isinstance(x, numbers.Real) and math.isfinite(x):
+        return _rational(float(x))
     raise TypeError(f"{x!r} is no number of an expression")
 
 

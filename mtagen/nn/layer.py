@@ -16,7 +16,7 @@ from ..ops.attention import AttentionOp, autocast, autocast_dtype
 from ..ops.checks import check_boundaries
 from ..planner import Backend
 from ..runtime.triton_package import triton_is_installed
-from ..spec import EXPRESSIONS, FACTORS, MAX_NEW_TOKENS, OPTIONS, Argument, Expression, KeyPadding, Mask, as_int
+from ..spec import FACTORS, MAX_NEW_TOKENS, OPTIONS, Argument, Expression, KeyPadding, Mask, as_int, options_of
 from .cache import Cache, EngineCache
 from .checks import GateKind, as_count, check_count, check_divisor, check_input, check_options
 from .parts import Gate, HeadMixer, HeadNorm, ScoreParameters, TokenMixing, set_parameter
@@ -206,9 +206,7 @@ class MultiTokenAttention(nn.Module):
             "dropout": dropout > 0,
         }
         self.op = build_for(dtype, self._build_options)
-        # Texts in the place of functions can be pickled.
-        expressions = {name: getattr(self.op.plan.spec, name) for name in (*EXPRESSIONS, "visible", "window", "causal")}
-        self._build_options |= {name: x for name, x in expressions.items() if name in arguments}
+        self._build_options |= options_of(self.op.plan.spec)  # which can be pickled
         self.context_parallel: ContextParallel | None = None
         if context_parallel is not None:
             if dropout > 0:

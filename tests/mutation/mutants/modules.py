@@ -99,8 +99,8 @@ MUTANTS = (
     Mutant(
         "op-tuned-when-it-is-unpickled",
         "mtagen/op.py",
-        'arguments | _in_texts(spec) | {"tune": False}',
-        "arguments | _in_texts(spec)",
+        'arguments | options_of(spec) | {"tune": False}',
+        "arguments | options_of(spec)",
         "Loading a checkpoint takes minutes of tuning.",
         (PICKLED,),
     ),
