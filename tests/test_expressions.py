@@ -25,7 +25,8 @@ from mtagen.codegen import render
 from mtagen.codegen.expressions import c_expression, triton_expression
 from mtagen.evaluate import evaluate
 from mtagen.expressions import alibi, softcap
-from mtagen.expressions.language import HEAD, KEY, POSITION, SCORE, canonical, is_of_distance, names_in, read
+from mtagen.expressions.given import canonical
+from mtagen.expressions.language import HEAD, KEY, POSITION, SCORE, is_of_distance, names_in, read
 from mtagen.expressions.parameters import read_parameters
 from mtagen.planner.cuda.score import score_function
 from mtagen.planner.geometry import score as stage

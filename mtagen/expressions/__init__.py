@@ -38,7 +38,7 @@ import math
 from numbers import Real
 
 from ..errors import SpecError, explain
-from .language import canonical
+from .given import canonical
 
 __all__ = ["alibi", "canonical", "clipped", "forget", "softcap", "t5", "temperature"]
 

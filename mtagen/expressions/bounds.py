@@ -19,6 +19,7 @@ from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean, to_nnf
 
 from ..errors import SpecError, explain
+from .given import text_of
 from .language import (
     HEAD,
     KEY,
@@ -30,7 +31,6 @@ from .language import (
     Maximum,
     Minimum,
     read_condition,
-    text_of,
     write,
 )
 from .parameters import Parameter, read_parameters

@@ -7,13 +7,10 @@ plans are read from files.
 from __future__ import annotations
 
 import ast
-import inspect
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import reduce
-from types import FunctionType
 from typing import Any, ClassVar, TypeAlias
 
 import sympy
@@ -174,7 +171,7 @@ FUNCTIONS: dict[str, tuple[Function, range]] = {
     "max": (maximum, range(2, 9)),
     "where": (Where, range(3, 4)),
 }
-_OPERATORS: dict[type[ast.AST], Function] = {
+OPERATORS: dict[type[ast.AST], Function] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
     ast.Mult: lambda a, b: a * b,
@@ -182,7 +179,7 @@ _OPERATORS: dict[type[ast.AST], Function] = {
     ast.FloorDiv: lambda a, b: Floor(a / b),
     ast.Mod: lambda a, b: a - b * Floor(a / b),
 }
-_COMPARISONS: dict[type[ast.AST], Function] = {
+COMPARISONS: dict[type[ast.AST], Function] = {
     ast.Lt: sympy.StrictLessThan,
     ast.LtE: sympy.LessThan,
     ast.Gt: sympy.StrictGreaterThan,
@@ -190,47 +187,7 @@ _COMPARISONS: dict[type[ast.AST], Function] = {
     ast.Eq: sympy.Equality,
     ast.NotEq: sympy.Unequality,
 }
-_LOGIC: dict[type[ast.AST], Function] = {ast.BitAnd: sympy.And, ast.BitOr: sympy.Or}
-
-
-def canonical(
-    name: str,
-    given: str | Function | None,
-    parameters: Sequence[Parameter] = (),
-    distances: tuple[float, float] | None = None,
-) -> str | None:
-    """Return the text of an expression in a form that equal expressions share; None for ``s`` itself.
-
-    Args:
-        name: the option that holds the expression, for errors.
-        given: a text; or a function of places and parameters, named as in a text, which is called
-            once with symbols; or None.
-        parameters: the tensors that the expression may read.
-        distances: the range of i - j over the scores that the expression is taken of; None checks no
-            indices.
-
-    Raises:
-        SpecError: the text is not in the language, or the function returns nothing in it; or an
-            index may leave a parameter.
-    """
-    if given is None:
-        return None
-    return _settled(name, read(name, text_of(name, given, parameters), parameters, distances), parameters)
-
-
-def text_of(name: str, given: str | Function, parameters: Sequence[Parameter], *, has_integers: bool = False) -> str:
-    """Return the text of an expression or condition: of a function, what it returns for symbols.
-
-    Args:
-        name: the option, for errors.
-        given: a text or a function.
-        parameters: the tensors that it may read.
-        has_integers: whether their entries are integers.
-
-    Raises:
-        SpecError: ``given`` is no text and no function, or the function cannot be called so.
-    """
-    return given if isinstance(given, str) else _called(name, given, parameters, has_integers)
+LOGIC: dict[type[ast.AST], Function] = {ast.BitAnd: sympy.And, ast.BitOr: sympy.Or}
 
 
 def is_factor(text: str | None, parameters: Sequence[Parameter]) -> bool:
@@ -260,10 +217,10 @@ def composed(name: str, outer: str | None, inner: str | None, parameters: Sequen
     if outer is None or inner is None:
         return inner if outer is None else outer
     expr = read("outer", outer, parameters).xreplace({SCORE: read("inner", inner, parameters)})
-    return _settled(f"{name} of the expression before it", expr, parameters)
+    return settled(f"{name} of the expression before it", expr, parameters)
 
 
-def _settled(name: str, expr: Expr, parameters: Sequence[Parameter]) -> str | None:
+def settled(name: str, expr: Expr, parameters: Sequence[Parameter]) -> str | None:
     """Return the text of an expression that stays when it is read and written again; None for ``s``
     itself. If texts turn into each other, it is the least of them.
 
@@ -385,149 +342,14 @@ def split_sum(expr: Expr) -> tuple[Rational, Expr, list[Expr]]:
     return number, integer, others
 
 
-class _Term:
-    """A number or condition as functions see it. Its operators mean what they mean in texts.
-
-    Sympy's own symbols would not do: ``==`` compares how they are written, and gives True or False.
-
-    Attributes:
-        value: the number or condition.
-    """
-
-    def __init__(self, value: Value) -> None:
-        self.value = value
-
-    def __pow__(self, exponent: Any) -> _Term:
-        return _Term(self.value ** _value_of(exponent))
-
-    def __neg__(self) -> _Term:
-        return _Term(-self.value)
-
-    def __pos__(self) -> _Term:
-        return self
-
-    def __abs__(self) -> _Term:
-        return _Term(absolute(self.value))
-
-    def __invert__(self) -> _Term:
-        return _Term(sympy.Not(self.value))
-
-    def __bool__(self) -> bool:
-        raise TypeError("a condition has no truth value: join conditions by & | ~, and choose numbers by where()")
-
-    def __repr__(self) -> str:
-        return write(self.value)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"numbers of expressions have no {name}")
-
-    __hash__ = None  # type: ignore[assignment]  # equality is a condition
-
-
-def _value_of(x: Any) -> Value:
-    """Return what a term, or a number of Python's, stands for.
-
-    Raises:
-        TypeError: it is something else.
-    """
-    if isinstance(x, _Term):
-        return x.value
-    if isinstance(x, bool):
-        return sympy.sympify(x)
-    if isinstance(x, numbers.Rational):
-        return Rational(x.numerator, x.denominator)
-    if isinstance(x, numbers.Real) and math.isfinite(x):
-        return _rational(float(x))
-    raise TypeError(f"{x!r} is no number of an expression")
-
-
-def _on_terms(function: Function) -> Function:
-    """Return a function of sympy's numbers and conditions as one of terms."""
-    return lambda *values: _Term(function(*map(_value_of, values)))
-
-
-def _swapped(function: Function) -> Function:
-    return lambda second, first: function(first, second)
-
-
-_NAMES_OF_OPERATORS: dict[type[ast.AST], str] = dict(
-    zip((*_OPERATORS, *_LOGIC), ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or"), strict=True)
-)
-_NAMES_OF_COMPARISONS: dict[type[ast.AST], str] = dict(
-    zip(_COMPARISONS, ("lt", "le", "gt", "ge", "eq", "ne"), strict=True)
-)
-
-
-def _add_operators() -> None:
-    """Give terms the operators of the language."""
-    for kind, name in _NAMES_OF_OPERATORS.items():
-        operator = _on_terms((_OPERATORS | _LOGIC)[kind])
-        setattr(_Term, f"__{name}__", operator)
-        setattr(_Term, f"__r{name}__", _swapped(operator))
-    for kind, name in _NAMES_OF_COMPARISONS.items():
-        setattr(_Term, f"__{name}__", _on_terms(_COMPARISONS[kind]))
-
-
-_add_operators()
-
-
-class _Table:
-    """A parameter as functions see it: indexing it gives an entry."""
-
-    def __init__(self, parameter: Parameter, *, is_integer: bool) -> None:
-        self.parameter, self.is_integer = parameter, is_integer
-
-    def __getitem__(self, indices: Any) -> _Term:
-        places = indices if isinstance(indices, tuple) else (indices,)
-        return _Term(_load(self.parameter, [*map(_value_of, places)], is_integer=self.is_integer))
-
-
-def _load(parameter: Parameter, indices: Sequence[Any], *, is_integer: bool) -> Expr:
+def load_entry(parameter: Parameter, indices: Sequence[Any], *, is_integer: bool) -> Expr:
+    """Return an entry of a parameter, whose entries are integers or real numbers."""
     symbol = sympy.Symbol(parameter.name, integer=True) if is_integer else sympy.Symbol(parameter.name, real=True)
     return Load(symbol, *indices)
 
 
-def _called(name: str, function: Function, parameters: Sequence[Parameter], has_integers: bool) -> str:
-    """Call a function with symbols, and return the text of what it returns.
-
-    Names such as ``min`` and ``max`` in the function mean the functions of the language.
-    """
-    known: dict[str, Any] = {name: _Term(symbol) for name, symbol in NAMES.items()} | {str(ENTRY): _Term(ENTRY)}
-    for parameter in parameters:
-        table = _Table(parameter, is_integer=has_integers)
-        known[parameter.name] = table if parameter.axes else table[()]
-    names = ", ".join(name for name in known if not (has_integers and name in "sh"))
-    legal = f"a text, or a function of {names}, and other parameters"
-    if not callable(function):
-        raise SpecError(explain(name, function, "is no text and no function", legal))
-    try:
-        arguments = inspect.signature(function).parameters
-    except ValueError:
-        raise SpecError(explain(name, function, "does not name its arguments", legal)) from None
-    if unknown := [argument for argument in arguments if argument not in known]:
-        raise SpecError(explain(name, unknown, "are not names of an expression", legal))
-    if isinstance(function, FunctionType):
-        translated = {name: _on_terms(meaning) for name, (meaning, _) in FUNCTIONS.items()}
-        function = FunctionType(
-            function.__code__,
-            function.__globals__ | translated,
-            function.__name__,
-            function.__defaults__,
-            function.__closure__,
-        )
-    try:
-        value = function(**{argument: known[argument] for argument in arguments})
-        return value if isinstance(value, str) else write(_value_of(value))
-    except SpecError:
-        raise
-    except Exception as error:  # whatever the function does with what it gets
-        rule = f"cannot be called with symbols: {type(error).__name__}: {error}"
-        functions = f"arithmetic, comparisons joined by & | ~, and the functions {', '.join(FUNCTIONS)}"
-        tensors = "tensors are arguments, which parameters= declares"
-        raise SpecError(explain(name, function, rule, f"{functions}; {tensors}")) from None
-
-
-def _rational(number: float) -> Rational:
+def rational(number: float) -> Rational:
+    """Return a decimal number as the fraction that its digits say."""
     return Rational(Fraction(repr(number)))
 
 
@@ -574,7 +396,7 @@ class _Reader:
         """Return the expression of a node that is a number."""
         match node:
             case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-                return self._checked(node, _rational(value) if math.isfinite(value) else sympy.oo)
+                return self._checked(node, rational(value) if math.isfinite(value) else sympy.oo)
             case ast.Name(id=name) if name in NAMES:
                 return NAMES[name]
             case ast.Name(id=name) if name in self.parameters:
@@ -588,8 +410,8 @@ class _Reader:
                 return self.number(operand)
             case ast.BinOp(left=base, op=ast.Pow(), right=exponent):
                 return self._power(node, self.number(base), self.number(exponent))
-            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
-                return self._checked(node, _OPERATORS[type(operator)](self.number(left), self.number(right)))
+            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in OPERATORS:
+                return self._checked(node, OPERATORS[type(operator)](self.number(left), self.number(right)))
             case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
                 return self._call(node, name, arguments)
         raise self._unknown(node)
@@ -598,13 +420,13 @@ class _Reader:
         """Return the expression of a node that is a condition."""
         match node:
             case ast.Compare(left=left, ops=operators, comparators=others) if all(
-                type(operator) in _COMPARISONS for operator in operators
+                type(operator) in COMPARISONS for operator in operators
             ):
                 values = [self.number(value) for value in (left, *others)]
                 compared = zip(operators, values, values[1:], strict=False)
-                return sympy.And(*(_compared(_COMPARISONS[type(operator)], a, b) for operator, a, b in compared))
-            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _LOGIC:
-                return _LOGIC[type(operator)](self.condition(left), self.condition(right))
+                return sympy.And(*(_compared(COMPARISONS[type(operator)], a, b) for operator, a, b in compared))
+            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in LOGIC:
+                return LOGIC[type(operator)](self.condition(left), self.condition(right))
             case ast.UnaryOp(op=ast.Invert(), operand=operand):
                 return sympy.Not(self.condition(operand))
         raise self._error(node, "is no condition", "comparisons such as i - j < 64, joined by & and |, or ~ of one")
@@ -625,7 +447,7 @@ class _Reader:
             rule = f"{parameter.name} has {len(parameter.axes)} axes and {len(indices)} indices"
             raise self._error(node, rule, f"an index for each of the axes {parameter.text or 'none'}")
         places = [self._index(*each) for each in zip(indices, parameter.axes, strict=True)]
-        return _load(parameter, places, is_integer=self.has_integers)
+        return load_entry(parameter, places, is_integer=self.has_integers)
 
     def _index(self, node: ast.expr, axis: str | int) -> Expr:
         """Return the index of an axis after checking that it cannot leave the axis."""

@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..errors import SpecError, explain
-from .language import canonical, composed, is_factor, names_in, text_of
+from .given import canonical, text_of
+from .language import composed, is_factor, names_in
 from .parameters import Parameter, read_parameters
 
 # The index of a block of tokens, as users and as canonical texts write it

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from ..dtypes import DTypeLike
 from ..errors import SpecError, explain
-from ..expressions.language import canonical, text_of
+from ..expressions.given import canonical, text_of
 from ..expressions.parameters import read_parameters
 from ..nn import FrequencyScaling
 from ..nn.checks import GateKind

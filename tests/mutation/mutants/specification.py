@@ -57,7 +57,7 @@ MUTANTS = (
     ),
     Mutant(
         "equality-of-how-numbers-are-written",
-        "mtagen/expressions/language.py",
+        "mtagen/expressions/given.py",
         "    for kind, name in _NAMES_OF_COMPARISONS.items():",
         "    for kind, name in [*_NAMES_OF_COMPARISONS.items()][:4]:",
         "A function's == compares objects, so that conditions are always false.",
