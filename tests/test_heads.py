@@ -17,9 +17,10 @@ from mtagen.errors import PlanError
 from mtagen.planner import get_target
 from mtagen.planner.geometry.affine import N_K, N_Q
 from mtagen.planner.heads.kernels import OutputsKernel
-from mtagen.planner.heads.passes import HeadsForward, candidates, key, why_not
+from mtagen.planner.heads.passes import HeadsForward, candidates, key
 from mtagen.planner.passes import rounds_alike
 from mtagen.planner.sizes import BATCH, HEADS
+from mtagen.planner.strip.on_chip import why_not
 from mtagen.planner.strip.passes import StripPass
 from mtagen.planner.strip.stages import PROBABILITY_SCALE
 from mtagen.planner.tables import SHIPPED, Table

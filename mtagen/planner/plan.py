@@ -25,10 +25,11 @@ from .choice import (
 from .geometry.mask import Mask
 from .geometry.stencil import pipeline_stencil
 from .heads.kernels import HeadsKernel
-from .heads.passes import HeadsForward, why_not
+from .heads.passes import HeadsForward
 from .lift.passes import LiftPass
 from .names import suffix
 from .passes import Fields, PassPlan, describe, passes_of
+from .strip.on_chip import why_not
 from .strip.passes import StripPass
 from .strip.source import StripSource
 from .tables import Table, shipped

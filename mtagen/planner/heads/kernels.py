@@ -2,63 +2,44 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
 import sympy
-from sympy import Min, ceiling
+from sympy import ceiling
 
 from ...spec import Spec
-from ..cuda.memory import SharedMap, swizzled_bytes
-from ..geometry.affine import N_K, N_Q, Size
-from ..geometry.mask import Mask
+from ..cuda.memory import SharedMap
+from ..geometry.affine import N_Q, Size
 from ..kernel import Argument, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
 from ..sizes import BATCH, HEADS
+from ..strip.on_chip import BARRIER, CHUNKS, HEAD_WARPS, LINE, NUMBERS, OnChip
 from ..strip.row_shared import MAX_HEADS
-from ..strip.sequence import StripSequence
 from ..strip.stages import PROBABILITY_SCALE, Stages
-from ..targets import get_target
 
-KEYS = 16  # keys of a tile, rows of an mma that sums over heads
-HEAD_WARPS = MAX_HEADS // 2  # warps that own two heads each
-# Chunks of the keys of a block of rows, each of which a CTA takes: those of the statistics, and those of the outputs.
-# With fewer than MIN_CHUNK keys, a CTA takes longer to begin than to work through them.
-CHUNKS, PARTS = sympy.symbols("chunks parts", integer=True, positive=True)
-MIN_CHUNK = 128
+PARTS = sympy.Symbol("parts", integer=True, positive=True)  # chunks of keys of the outputs
 _SUM_THREADS = 256  # of a CTA that adds parts of outputs
-_LINE, _LINE_GAP = 2 * KEYS, 16  # bytes of a row of scores of a head, and between the rows of two heads
-_BARRIER = 8
-_NUMBERS = 4 * MAX_HEADS  # bytes of a number for each head
 
 
 @dataclass(frozen=True)
-class HeadsKernel(ABC):
-    """A kernel and its source file. Its CTAs take a block of rows of a bundle of heads.
+class HeadsKernel(OnChip):
+    """A kernel and its source file.
 
     Attributes:
         spec: the request.
         target: name of the target.
-        role: the kernel's role in the pass.
-        rows: rows of a block.
         chunks: number of chunks into which the keys of each block are divided.
-        row_warps: warps that own rows.
-        registers: registers of a thread of each kind of warps, in the order of their numbers.
     """
 
     spec: Spec
     target: str
     role: ClassVar[str]
     template: ClassVar[str]
-    rows: ClassVar[int]
     chunks: ClassVar[sympy.Symbol]
-    row_warps: ClassVar[int]
-    registers: ClassVar[tuple[int, ...]]
-    tile_keys: ClassVar[int] = KEYS
-    head_warps: ClassVar[int] = HEAD_WARPS
 
     @property
     def name(self) -> str:
@@ -67,33 +48,7 @@ class HeadsKernel(ABC):
 
     @cached_property
     def stages(self) -> Stages:
-        """The stages that the kernels compute."""
         return Stages(self.spec)
-
-    @property
-    def sequence(self) -> StripSequence:
-        """Which keys a query sees."""
-        return StripSequence(self.spec, decodes=False)
-
-    @property
-    @abstractmethod
-    def formula(self) -> str:
-        """The results, for the source's comment."""
-
-    @property
-    def comment(self) -> Iterator[str]:
-        """Lines of the source's comment."""
-        yield f"S = scale q k^T, {'C = M S over the heads of a group' if self.stages.mix else 'C = S'},"
-        yield f"{self.formula}."
-        yield f"Mask {Mask.of(self.spec).name}; query i sits at position i + n_k - n_q."
-        yield f"A bundle is {self.stages.heads} heads, which mix with each other only."
-        yield "Strides count elements. `group` heads of q read the same head of k and v. Other tensors are contiguous."
-
-    # ---- The launch
-
-    def strides(self, tensor: str) -> tuple[Argument, ...]:
-        """Return the arguments for the strides of a tensor (B, H, N, D), without the last."""
-        return strides(tensor)
 
     def mixtures(self) -> Iterator[str]:
         """Yield the names of the matrices that the kernel reads."""
@@ -109,29 +64,6 @@ class HeadsKernel(ABC):
     def blocks(self) -> Size:
         """Number of blocks of rows of all bundles of heads."""
         return ceiling(N_Q / self.rows) * ceiling(HEADS / self.stages.heads) * BATCH
-
-    @property
-    def slots(self) -> int:
-        """Number of CTAs from which on keys are not divided.
-
-        The longest chunk should take no longer than a multiprocessor has work on average, and a
-        tenth. If later rows see more keys, the average block has half of the longest one's work.
-        """
-        target, mask = get_target(self.target), Mask.of(self.spec)
-        return 10 * target.multiprocessors // 11 * (2 if mask.favours_later_rows else 1)
-
-    @property
-    def visible_keys(self) -> Size:
-        """Upper limit of the keys that a block sees."""
-        mask = Mask.of(self.spec)
-        if mask.left is None or mask.right is None:
-            return N_K
-        return Min(N_K, mask.left + mask.right + self.rows)
-
-    @property
-    def min_chunk(self) -> int:
-        """Least number of keys of a chunk if there are several."""
-        return MIN_CHUNK
 
     @property
     def counts(self) -> tuple[str, ...]:
@@ -153,38 +85,6 @@ class HeadsKernel(ABC):
         """The kernels of the source."""
         return (self.kernel,)
 
-    # ---- A CTA
-
-    @property
-    @abstractmethod
-    def warps(self) -> tuple[int, ...]:
-        """Number of warps of each kind, in the order of their numbers."""
-
-    @cached_property
-    @abstractmethod
-    def shared(self) -> SharedMap:
-        """The map of a CTA's shared memory."""
-
-    @property
-    @abstractmethod
-    def moved(self) -> float:
-        """Bytes that are written to and read from shared memory, per score, if all heads have keys of their own."""
-
-    @property
-    def buffer(self) -> int:
-        """Bytes of the scores of a tile of keys."""
-        return MAX_HEADS * (self.rows * _LINE + _LINE_GAP)
-
-    def tiles(self, width: int) -> int:
-        """Return the bytes of a tile of keys or values of all heads."""
-        return MAX_HEADS * swizzled_bytes(KEYS, width)
-
-    @property
-    def summary(self) -> str:
-        """The kernel's line in the plan's table."""
-        warps, size = " + ".join(map(str, self.warps)), self.shared.size // 1024
-        return f"CUDA, {self.stages.heads} heads of {self.rows} rows, tiles of {KEYS} keys, {warps} warps, {size} KiB"
-
 
 class StatisticsKernel(HeadsKernel):
     """The kernel that sums exponentials of rows over chunks of keys."""
@@ -199,8 +99,8 @@ class StatisticsKernel(HeadsKernel):
     limit: ClassVar[float] = 2.0**20  # of a lane's sum of a row; beyond it the row gets a new reference
 
     @property
-    def formula(self) -> str:
-        return "partial = log2 of the sums of 2^C over chunks of the keys that a query sees"
+    def formula(self) -> Iterator[str]:
+        yield "partial = log2 of the sums of 2^C over chunks of the keys that a query sees."
 
     @property
     def pointers(self) -> tuple[Argument, ...]:
@@ -216,8 +116,8 @@ class StatisticsKernel(HeadsKernel):
             (
                 ("K", self.depth * self.tiles(self.spec.head_dim), 1024),
                 ("SCORES", self.depth * self.buffer, 32),
-                ("REFERENCES", self.rows * _NUMBERS, 16),
-                ("BARRIERS", self.depth * (HEAD_WARPS + 2) * _BARRIER, _BARRIER),
+                ("REFERENCES", self.rows * NUMBERS, 16),
+                ("BARRIERS", self.depth * (HEAD_WARPS + 2) * BARRIER, BARRIER),
             )
         )
 
@@ -242,9 +142,9 @@ class OutputsKernel(HeadsKernel):
     sum_vector: ClassVar[int] = 4  # outputs of a thread that adds parts of outputs
 
     @property
-    def formula(self) -> str:
+    def formula(self) -> Iterator[str]:
         mixed = ", A = N P over heads, out = A v" if self.stages.post_mix else ", out = P v"
-        return f"P = softmax of C over the keys that a query sees{mixed}"
+        yield f"P = softmax of C over the keys that a query sees{mixed}."
 
     def mixtures(self) -> Iterator[str]:
         yield from super().mixtures()
@@ -309,9 +209,9 @@ class OutputsKernel(HeadsKernel):
                 ("K", self.depth * self.tiles(self.spec.head_dim), 1024),
                 ("V", self.depth * self.tiles(self.spec.value_head_dim), 1024),
                 ("SCORES", self.buffers * self.buffer, 32),
-                ("Q", MAX_HEADS * self.rows * _LINE if self.shares_queries else 0, 32),
-                ("SHIFTS", self.rows * _NUMBERS, 16),
-                ("BARRIERS", barriers * _BARRIER, _BARRIER),
+                ("Q", MAX_HEADS * self.rows * LINE if self.shares_queries else 0, 32),
+                ("SHIFTS", self.rows * NUMBERS, 16),
+                ("BARRIERS", barriers * BARRIER, BARRIER),
             )
         )
 

@@ -22,25 +22,20 @@ from functools import cached_property
 from sympy import ceiling
 
 from ...errors import PlanError, explain
-from ...spec import EXPRESSIONS, Spec
-from ..cuda.supported import DTYPES
+from ...spec import Spec
 from ..geometry.affine import N_Q
 from ..geometry.mask import Mask
 from ..kernel import Buffer, Kernel
 from ..names import other_stages
 from ..passes import Fields, PassPlan, describe
 from ..sizes import BATCH, HEADS
+from ..strip.on_chip import CHUNKS, why_not
 from ..strip.row_shared import MAX_HEADS
 from ..strip.stages import Stages
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
-from .kernels import CHUNKS, PARTS, HeadsKernel, OutputsKernel, StatisticsKernel
+from .kernels import PARTS, HeadsKernel, OutputsKernel, StatisticsKernel
 
-MAX_DIM = 64  # upper limit of head dims: outputs of 16 heads and 32 rows then take half of the registers
 FIELDS: Fields = {"lowering": "heads"}  # of the decision for this lowering
-_OTHERS = (
-    *("kernel", "post_kernel", "dynamic_ranks", "post_dynamic_ranks", *EXPRESSIONS),
-    *("visible", "sink", "packed", "dropout", "page_size"),
-)
 
 
 @dataclass(frozen=True)
@@ -113,22 +108,6 @@ def key(spec: Spec) -> str:
     """Return the key by which a table says that the forward pass of a spec mixes heads on the chip."""
     shape = f"{Mask.of(spec).name} {other_stages(spec)} d{spec.head_dim} dv{spec.value_head_dim}"
     return f"lowering forward {shape} {spec.dtype}"
-
-
-def why_not(spec: Spec, target: Target) -> str:
-    """Return the reason why these kernels cannot compute the forward pass of a spec; empty if they can."""
-    stages = Stages(spec)
-    if not spec.mixed:
-        return "no heads mix"
-    if others := [name for name in _OTHERS if getattr(spec, name)]:
-        return f"kernels that mix heads on the chip lack {', '.join(others)}"
-    if stages.heads > MAX_HEADS or stages.post_is_separate:
-        return f"at most {MAX_HEADS} heads mix with each other on the chip"
-    if any(d > MAX_DIM or d % 16 for d in (spec.head_dim, spec.value_head_dim)):
-        return f"heads mix on the chip at head dims up to {MAX_DIM} in multiples of 16"
-    if spec.dtype not in DTYPES or "wgmma" not in target.matrix:
-        return f"heads mix on the chip in {' and '.join(DTYPES)} on sm_90a"
-    return ""
 
 
 def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[HeadsForward]:

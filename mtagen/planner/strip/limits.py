@@ -39,8 +39,8 @@ class Limits:
     itemsize: int
 
     @classmethod
-    def of(cls, spec: Spec) -> Limits:
-        """Return the limits of a request."""
+    def of(cls, spec: Spec, most_rows: int | None = None) -> Limits:
+        """Return the limits of a request, whose kernels take at most so many rows."""
         mask, stages = Mask.of(spec), Stages(spec)
         if spec.packed:
             context, row_multiple = context_places(spec.context), TILE
@@ -52,7 +52,7 @@ class Limits:
             context=context,
             enough_rows=ENOUGH_ROWS,
             min_rows=min_rows,
-            max_rows=WINDOW_ROWS if mask.hides_later and mask.hides_earlier else None,
+            max_rows=WINDOW_ROWS if mask.hides_later and mask.hides_earlier else most_rows,
             row_multiple=row_multiple,
             left=mask.left,
             right=mask.right,

@@ -15,6 +15,7 @@ from ..tile.passes import TilePass
 from . import kernels
 from .gradient_sums import GradientSum, gradient_sums
 from .limits import Limits
+from .on_chip_gradients import GradScoresKernel
 from .passes import StripPass
 from .planes import PlaneGradient
 from .sequence import by_descriptor
@@ -124,7 +125,13 @@ class StripModule:
     @property
     def limits(self) -> Limits:
         """The numbers by which the host divides rows into strips."""
-        return Limits.of(self.spec)
+        most = (source.most_rows for source in self.cuda.values() if isinstance(source, GradScoresKernel))
+        return Limits.of(self.spec, *most)
+
+    @property
+    def mixes_on_chip(self) -> bool:
+        """Whether the kernels of the backward pass mix heads on the chip."""
+        return self.has("backward") and self["backward"].on_chip
 
     @property
     def block_d(self) -> int:

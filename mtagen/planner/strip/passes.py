@@ -17,6 +17,8 @@ from .concatenation import concatenated, rows_of_table
 from .cost import streamed
 from .cuda import cuda_sources
 from .kernels import SUMS, around_fused, strip_kernels
+from .on_chip import why_not
+from .on_chip_gradients import KERNELS, PLANES
 from .row_shared import MAX_HEADS
 from .source import Form, StripSource
 from .stages import Stages
@@ -77,9 +79,17 @@ class StripPass(PassPlan):
         return fused if _sum_of_costs(fused) < StripPass(self.spec, self.target, self.pass_name).cost else {}
 
     @cached_property
+    def on_chip(self) -> bool:
+        """Whether kernels that mix heads on the chip replace those that read planes of scores."""
+        if self.backend != "cuda" or self.pass_name != "backward" or self.fused:
+            return False
+        return not why_not(self.spec, get_target(self.target))
+
+    @cached_property
     def _triton_kernels(self) -> tuple[Kernel, ...]:
         """The Triton kernels of the pass, some of which CUDA kernels may replace."""
-        return strip_kernels(self.pass_name, self.spec, self.target)
+        kernels = strip_kernels(self.pass_name, self.spec, self.target)
+        return tuple(kernel for kernel in kernels if not self.on_chip or kernel.role in SUMS)
 
     @cached_property
     def cuda(self) -> Mapping[str, StripSource | TilePass]:
@@ -88,6 +98,8 @@ class StripPass(PassPlan):
             return {}
         if self.fused:
             return self.fused
+        if self.on_chip:
+            return {kind.kind: kind(self.spec, self.target) for kind in KERNELS}
         sources = {source.role: source for source in cuda_sources(self.spec, self.target, self._triton_kernels)}
         return sources | {role: replace(sources[role], form=form) for role, form in self.forms}
 
@@ -120,6 +132,8 @@ class StripPass(PassPlan):
     @property
     def planes(self) -> tuple[str, ...]:
         """Names of the planes of a strip."""
+        if self.on_chip:
+            return PLANES
         return self.stages.backward_planes if self.pass_name == "backward" else self.stages.forward_planes
 
     @property
@@ -146,7 +160,7 @@ class StripPass(PassPlan):
             return (spec.context + 1) * scores + read
         if spec.packed:  # products are among the kernels
             return scores
-        products = 1 if self.pass_name == "forward" else 3 + ("grad_shares" not in kernels)
+        products = 1 if self.pass_name == "forward" else 3 + ("grad_shares" not in kernels and not self.on_chip)
         return scores + products * streamed("values", spec.itemsize, target)
 
     # ---- Decisions: a form for each CUDA kernel that has several.

@@ -1,0 +1,215 @@
+"""The kernels of the backward pass that mix heads on the chip.
+
+Both compute scores and gradients of shares, the probabilities after all stages, from queries, keys, values and
+gradients of outputs, tile by tile. The first one sums products of probabilities with their gradients, for all rows of a
+call. The second one fills two planes of a strip: gradients of scores, and shares. The products of these planes with
+queries, keys and gradients of outputs are cuBLAS's, as those of other strips.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import sympy
+from sympy import ceiling
+
+from ...spec import Spec
+from ..cuda.memory import SharedMap
+from ..geometry.affine import N_Q, Size
+from ..kernel import Argument, Buffer, Kernel, numbers, reads, writes
+from ..sizes import B0, B1, BATCH, COUNT, N_HEADS
+from ..targets import SHARED_BYTES_PER_CYCLE
+from .kernels import PROGRAMS
+from .on_chip import BARRIER, CHUNKS, HEAD_WARPS, NUMBERS, OnChip
+from .row_shared import MAX_HEADS
+from .source import StripSource
+
+PLANES = ("dx", "shares")  # of a strip: gradients of scores, and shares
+PARTS = sympy.Symbol("parts", integer=True, positive=True)  # chunks of the keys of a block of rows of a strip
+_TENSORS = ("q", "k", "v", "grad_out")
+
+
+@dataclass(frozen=True)
+class OnChipGradient(OnChip, StripSource):
+    """A kernel of the backward pass that mixes heads on the chip."""
+
+    kind: ClassVar[str]
+    rows = 32
+    row_warps = 4
+    registers = (128, 168, 48)
+    producer_warps: ClassVar[int] = 4  # warps that copy keys and values
+    tiles_held: ClassVar[int] = 3  # tiles of keys or values in shared memory
+    writes_planes: ClassVar[bool] = False
+    buffers: ClassVar[int] = 3  # each of the scores and of the gradients of shares of a tile of keys
+    fits = True
+
+    @property
+    def role(self) -> str:
+        return self.kind
+
+    @property
+    def comment(self) -> Iterator[str]:
+        yield from OnChip.comment.fget(self)  # type: ignore[attr-defined]
+
+    @property
+    def formula(self) -> Iterator[str]:
+        mix, post_mix = self.stages.mix, self.stages.post_mix
+        yield "P = softmax of C over the keys that a query sees, dA = grad_out v^T,"
+        yield "dP = N^T dA over the heads of a group," if post_mix else "dP = dA,"
+        yield from self.legend
+        yield f"Gradients of {'mixed ' if mix else ''}scores C need those sums of all keys, so a kernel has them before."
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """Names of the matrices that the kernel reads."""
+        return tuple(mixture.weight for mixture in (self.stages.mix, self.stages.post_mix) if mixture)
+
+    @property
+    @abstractmethod
+    def pointers(self) -> tuple[Argument, ...]:
+        """The arguments that point to memory, besides tensors and matrices."""
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """The arguments that point to memory, and strides."""
+        read = (*reads("Element", *_TENSORS), *reads("float", *self.matrices, "lse"))
+        return (*read, *self.pointers, *(stride for tensor in _TENSORS for stride in self.strides(tensor)))
+
+    @property
+    def numbers_of_sums(self) -> int:
+        """Numbers that each head of a row has for a chunk of keys: the sum, and that of probabilities if the backward pass
+        normalises them again.
+        """
+        return 2 if self.stages.normalizes_again else 1
+
+    @property
+    def warps(self) -> tuple[int, ...]:
+        return self.row_warps, HEAD_WARPS, self.producer_warps
+
+    @cached_property
+    def shared(self) -> SharedMap:
+        barriers = 2 * self.tiles_held * HEAD_WARPS + 3 * self.buffers
+        tile = self.tiles(max(self.spec.head_dim, self.spec.value_head_dim))
+        return SharedMap.of(
+            (
+                ("TILES", self.tiles_held * tile, 1024),
+                ("SCORES", 2 * self.buffers * self.buffer, 32),
+                ("SHIFTS", self.rows * NUMBERS, 16),
+                ("DOTS", self.rows * NUMBERS, 16),
+                ("BARRIERS", barriers * BARRIER, BARRIER),
+            )
+        )
+
+    @property
+    def moved(self) -> float:
+        streamed = self.spec.head_dim + self.spec.value_head_dim
+        return 2 * (2 * streamed / self.rows + 4)  # scores and gradients of shares are written and read
+
+    @property
+    def cost(self) -> float:
+        return self.moved * MAX_HEADS / self.stages.heads / SHARED_BYTES_PER_CYCLE
+
+    def _kernel(self, arguments: tuple[Argument, ...], grid: Size) -> Kernel:
+        threads, registers = 32 * sum(self.warps), max(self.registers)
+        return Kernel(self.role, self.name, arguments, (grid,), threads, self.shared.size, registers)
+
+
+class DeltaKernel(OnChipGradient):
+    """The kernel that sums products of probabilities with their gradients, over chunks of keys."""
+
+    kind = "delta"
+    template = "heads_delta.cu.j2"
+
+    @property
+    def legend(self) -> Iterator[str]:
+        again = ", and the sums of P" if self.stages.normalizes_again else ""
+        yield f"delta = the sums of P dP over chunks of the keys that a query sees{again}."
+
+    @property
+    def pointers(self) -> tuple[Argument, ...]:
+        return writes("float", "delta")
+
+    @property
+    def blocks(self) -> Size:
+        """Number of blocks of rows of all bundles of heads."""
+        return ceiling(N_Q / self.rows) * ceiling(N_HEADS / self.stages.heads) * BATCH
+
+    @property
+    def buffer_of_sums(self) -> Buffer:
+        """The buffer of the sums."""
+        bundles = BATCH * ceiling(N_HEADS / self.stages.heads)
+        return Buffer("delta", "fp32", (bundles, N_Q, CHUNKS, self.numbers_of_sums, MAX_HEADS), scratch=True)
+
+    @property
+    def kernel(self) -> Kernel:
+        lengths = numbers("int", "n_q", "n_k", "n_heads", "group", CHUNKS.name)
+        return self._kernel((*self.arguments, *lengths, *numbers("float", "scale")), self.blocks * CHUNKS)
+
+
+class GradScoresKernel(OnChipGradient):
+    """The kernel that fills the planes of a strip with gradients of scores and with shares."""
+
+    kind = "grad_scores"
+    template = "heads_grad_scores.cu.j2"
+    writes_planes = True
+    start: ClassVar[int] = 4  # tiles in whose time a CTA starts
+    lag: ClassVar[int] = 2  # tiles by which writes to planes are behind copies of keys and values
+
+    @property
+    def legend(self) -> Iterator[str]:
+        gradient = "P (dP - dots)"
+        yield "dots = the sums of P dP over all keys, less grad_lse; a null grad_lse stands for zeros,"
+        yield f"shares = {'N P' if self.stages.post_mix else 'P'}, dx = {f'M^T {gradient}' if self.stages.mix else gradient}."
+        yield "A strip has the queries first <= i < first + count of some sequences, and `keys` keys, from which k and v"
+        yield "begin. Its planes [slot, row, key] have rows that are `pitch` elements apart."
+        if self.matrices:
+            yield "Each CTA adds its part of a matrix's gradient to sums of its own, which the caller sets to zero first:"
+            yield "(bundles of heads, PROGRAMS, 16, 16) fp32."
+
+    @property
+    def pointers(self) -> tuple[Argument, ...]:
+        partials = [f"{'post_' if final else ''}mix_partial" for final, stage in enumerate(self._mixtures) if stage]
+        read = (*reads("float", "grad_lse", optional=True), *reads("float", "delta"))
+        return (*read, *writes("Element", *PLANES), *writes("float", *partials))
+
+    @property
+    def _mixtures(self) -> tuple[object, object]:
+        return self.stages.mix, self.stages.post_mix
+
+    @property
+    def programs(self) -> int:
+        """Upper limit of the CTAs of a bundle, which have sums of matrices' gradients of their own."""
+        return PROGRAMS
+
+    @property
+    def most_rows(self) -> int:
+        """Upper limit of the rows of a strip."""
+        return self.programs * self.rows
+
+    @property
+    def moved(self) -> float:
+        return super().moved + 2 * 4  # results are written and read
+
+    @property
+    def blocks(self) -> Size:
+        """Number of blocks of rows of a bundle of heads."""
+        return ceiling(COUNT / self.rows)
+
+    @property
+    def bundles(self) -> Size:
+        """Number of bundles of heads of a strip."""
+        return ceiling(N_HEADS / self.stages.heads) * (B1 - B0)
+
+    @property
+    def kernel(self) -> Kernel:
+        lengths = numbers("int", "count", "keys", "off", "first", "pitch", "n_q", "n_heads", "group", "b0")
+        chunks = numbers("int", CHUNKS.name, PARTS.name)
+        grid = self.blocks * self.bundles * PARTS
+        return self._kernel((*self.arguments, *lengths, *chunks, *numbers("float", "scale")), grid)
+
+
+KERNELS = (DeltaKernel, GradScoresKernel)
