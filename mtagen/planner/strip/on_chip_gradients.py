@@ -41,9 +41,9 @@ class OnChipGradient(OnChip, StripSource):
     rows = 32
     row_warps = 4
     registers = (128, 168, 48)
-    producer_warps: ClassVar[int] = 4  # warps that copy keys and values
+    copy_warps: ClassVar[int] = 4  # warps that copy keys and values
+    write_warps: ClassVar[int] = 0  # warps that write results
     tiles_held: ClassVar[int] = 3  # tiles of keys or values in shared memory
-    writes_planes: ClassVar[bool] = False
     buffers: ClassVar[int] = 3  # each of the scores and of the gradients of shares of a tile of keys
     fits = True
 
@@ -87,8 +87,13 @@ class OnChipGradient(OnChip, StripSource):
         return 2 if self.stages.normalizes_again else 1
 
     @property
+    def writes_planes(self) -> bool:
+        """Whether the kernel writes to planes."""
+        return self.write_warps > 0
+
+    @property
     def warps(self) -> tuple[int, ...]:
-        return self.row_warps, HEAD_WARPS, self.producer_warps
+        return self.row_warps, HEAD_WARPS, self.copy_warps + self.write_warps
 
     @cached_property
     def shared(self) -> SharedMap:
@@ -155,9 +160,9 @@ class GradScoresKernel(OnChipGradient):
 
     kind = "grad_scores"
     template = "heads_grad_scores.cu.j2"
-    writes_planes = True
+    copy_warps = 2
+    write_warps = 2
     start: ClassVar[int] = 4  # tiles in whose time a CTA starts
-    lag: ClassVar[int] = 2  # tiles by which writes to planes are behind copies of keys and values
 
     @property
     def legend(self) -> Iterator[str]:
