@@ -24,12 +24,13 @@ from ..kernel import Argument, Buffer, Kernel, numbers, reads, writes
 from ..sizes import B0, B1, BATCH, COUNT, N_HEADS
 from ..targets import SHARED_BYTES_PER_CYCLE
 from .kernels import PROGRAMS
-from .on_chip import BARRIER, CHUNKS, HEAD_WARPS, NUMBERS, OnChip
+from .on_chip import BARRIER, CHUNKS, HEAD_WARPS, KEYS, NUMBERS, OnChip
 from .row_shared import MAX_HEADS
 from .source import StripSource
 
 PLANES = ("dx", "shares")  # of a strip: gradients of scores, and shares
 PARTS = sympy.Symbol("parts", integer=True, positive=True)  # chunks of the keys of a block of rows of a strip
+_PAIR_GAP = 64  # bytes
 _TENSORS = ("q", "k", "v", "grad_out")
 
 
@@ -87,6 +88,11 @@ class OnChipGradient(OnChip, StripSource):
         return 2 if self.stages.normalizes_again else 1
 
     @property
+    def pair(self) -> int:
+        """Bytes of a pair of buffers. Two neighbours' lines of 32 bytes are in different banks."""
+        return 2 * self.buffer + _PAIR_GAP
+
+    @property
     def writes_planes(self) -> bool:
         """Whether the kernel writes to planes."""
         return self.write_warps > 0
@@ -102,7 +108,7 @@ class OnChipGradient(OnChip, StripSource):
         return SharedMap.of(
             (
                 ("TILES", self.tiles_held * tile, 1024),
-                ("SCORES", 2 * self.buffers * self.buffer, 32),
+                ("SCORES", self.buffers * self.pair, 32),
                 ("SHIFTS", self.rows * NUMBERS, 16),
                 ("DOTS", self.rows * NUMBERS, 16),
                 ("BARRIERS", barriers * BARRIER, BARRIER),
@@ -162,6 +168,9 @@ class GradScoresKernel(OnChipGradient):
     template = "heads_grad_scores.cu.j2"
     copy_warps = 2
     write_warps = 2
+    tiles_held = 2
+    buffers = 4
+    width: ClassVar[int] = 2 * KEYS  # keys that are written at once: lines of 64 bytes
     start: ClassVar[int] = 4  # tiles in whose time a CTA starts
 
     @property
