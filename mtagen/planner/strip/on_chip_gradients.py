@@ -40,12 +40,11 @@ class OnChipGradient(OnChip, StripSource):
 
     kind: ClassVar[str]
     rows = 32
-    row_warps = 4
-    registers = (128, 168, 48)
-    copy_warps: ClassVar[int] = 4  # warps that copy keys and values
-    write_warps: ClassVar[int] = 0  # warps that write results
-    tiles_held: ClassVar[int] = 3  # tiles of keys or values in shared memory
-    buffers: ClassVar[int] = 3  # each of the scores and of the gradients of shares of a tile of keys
+    row_warps = 8
+    registers = (168, 88)
+    # Tiles of a head's keys or values that a warp has in shared memory
+    tiles_held: ClassVar[int] = 5
+    buffers: ClassVar[int] = 4  # each of the scores and of the gradients of shares of a tile of keys
     fits = True
 
     @property
@@ -93,25 +92,19 @@ class OnChipGradient(OnChip, StripSource):
         return 2 * self.buffer + _PAIR_GAP
 
     @property
-    def writes_planes(self) -> bool:
-        """Whether the kernel writes to planes."""
-        return self.write_warps > 0
-
-    @property
     def warps(self) -> tuple[int, ...]:
-        return self.row_warps, HEAD_WARPS, self.copy_warps + self.write_warps
+        return HEAD_WARPS, self.row_warps
 
     @cached_property
     def shared(self) -> SharedMap:
-        barriers = 2 * self.tiles_held * HEAD_WARPS + 3 * self.buffers
-        tile = self.tiles(max(self.spec.head_dim, self.spec.value_head_dim))
+        tile = self.tiles(max(self.spec.head_dim, self.spec.value_head_dim)) // 2
         return SharedMap.of(
             (
                 ("TILES", self.tiles_held * tile, 1024),
                 ("SCORES", self.buffers * self.pair, 32),
                 ("SHIFTS", self.rows * NUMBERS, 16),
                 ("DOTS", self.rows * NUMBERS, 16),
-                ("BARRIERS", barriers * BARRIER, BARRIER),
+                ("BARRIERS", 2 * self.buffers * BARRIER, BARRIER),
             )
         )
 
@@ -166,10 +159,6 @@ class GradScoresKernel(OnChipGradient):
 
     kind = "grad_scores"
     template = "heads_grad_scores.cu.j2"
-    copy_warps = 2
-    write_warps = 2
-    tiles_held = 2
-    buffers = 4
     width: ClassVar[int] = 2 * KEYS  # keys that are written at once: lines of 64 bytes
     start: ClassVar[int] = 4  # tiles in whose time a CTA starts
 
