@@ -126,6 +126,9 @@ class DeltaKernel(OnChipGradient):
     """The kernel that sums products of probabilities with their gradients, over chunks of keys."""
 
     kind = "delta"
+    tiles_held = 6
+    buffers = 3
+    registers = (176, 80)
     template = "heads_delta.cu.j2"
 
     @property
