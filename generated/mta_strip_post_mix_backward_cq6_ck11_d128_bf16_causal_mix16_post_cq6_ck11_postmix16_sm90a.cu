@@ -182,6 +182,9 @@ DEVICE u32 as_elements<bf16>(u32 x) {
   return pack<bf16>(scores.x, scores.y);
 }
 
+// Waits at barrier `id` for the other threads, `threads` in all.
+DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
 // ---- What a query sees ---------------------------------------------------------------------------------------------
 
 // A query sees the keys from SEEN_BEHIND before its own position to SEEN_AHEAD after it, NO_LIMIT being all.
@@ -440,17 +443,18 @@ struct HeadProducts {
     for (int n = 0; n < 2; ++n) mma<Type>(sums + 4 * n, a, b[2 * n], b[2 * n + 1]);
   }
 
-  // Adds the sums of the CTA's warps, times a factor, to a matrix (16, 16); `shared` has room for 256 floats per warp.
+  // Adds the sums of the CTA's first WARPS warps, which call this, times a factor, to a matrix (16, 16). `shared` has room
+  // for 256 floats per warp.
   template <int WARPS>
   DEVICE void add_to(float* matrix, float factor, float* shared, int thread) const {
     const int warp = thread >> 5, lane = thread & 31;
-    __syncthreads();
+    named_barrier(1, 32 * WARPS);
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       const int out = (lane >> 2) + 8 * (e >> 1 & 1), in = 8 * (e >> 2) + 2 * (lane & 3) + (e & 1);
       shared[warp * 256 + out * 16 + in] = sums[e];
     }
-    __syncthreads();
+    named_barrier(1, 32 * WARPS);
     for (int i = thread; i < 256; i += 32 * WARPS) {
       float sum = 0.f;
       for (int w = 0; w < WARPS; ++w) sum += shared[w * 256 + i];

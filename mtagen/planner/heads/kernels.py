@@ -19,7 +19,7 @@ from ..names import kernel_name
 from ..sizes import BATCH, HEADS
 from ..strip.on_chip import BARRIER, CHUNKS, HEAD_WARPS, LINE, NUMBERS, OnChip
 from ..strip.row_shared import MAX_HEADS
-from ..strip.stages import PROBABILITY_SCALE, Stages
+from ..strip.stages import PROBABILITY_SCALE
 
 PARTS = sympy.Symbol("parts", integer=True, positive=True)  # chunks of keys of the outputs
 _SUM_THREADS = 256  # of a CTA that adds parts of outputs
@@ -45,10 +45,6 @@ class HeadsKernel(OnChip):
     def name(self) -> str:
         """The name of the source file and of the kernel."""
         return kernel_name("heads", self.role, self.spec, self.target)
-
-    @cached_property
-    def stages(self) -> Stages:
-        return Stages(self.spec)
 
     def mixtures(self) -> Iterator[str]:
         """Yield the names of the matrices that the kernel reads."""

@@ -1,7 +1,7 @@
 """Kernels that mix heads on the chip: which requests have them, and the warps and shared memory of their CTAs.
 
-Mixed scores need the scores of all heads of a group. So a CTA takes a block of rows of a bundle of heads, which mix only
-with each other, and streams tiles of a few keys. Warps that own heads and warps that own rows exchange each tile
+Mixed scores need the scores of all heads of a group. So a CTA takes a block of rows of a bundle of heads, which mix
+only with each other, and streams tiles of a few keys. Warps that own heads and warps that own rows exchange each tile
 through shared memory.
 """
 
@@ -63,7 +63,6 @@ class OnChip(ABC):
     Attributes:
         spec: the request.
         target: name of the target.
-        stages: the stages that the kernels compute.
         role: the kernel's role in the pass.
         rows: rows of a block.
         row_warps: warps that own rows.
@@ -72,12 +71,16 @@ class OnChip(ABC):
 
     spec: Spec
     target: str
-    stages: Stages
     rows: ClassVar[int]
     row_warps: ClassVar[int]
     registers: ClassVar[tuple[int, ...]]
     tile_keys: ClassVar[int] = KEYS
     head_warps: ClassVar[int] = HEAD_WARPS
+
+    @property
+    def stages(self) -> Stages:
+        """The stages that the kernels compute."""
+        return Stages(self.spec)
 
     @property
     def sequence(self) -> StripSequence:

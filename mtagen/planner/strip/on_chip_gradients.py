@@ -17,7 +17,6 @@ from typing import ClassVar
 import sympy
 from sympy import ceiling
 
-from ...spec import Spec
 from ..cuda.memory import SharedMap
 from ..geometry.affine import N_Q, Size
 from ..kernel import Argument, Buffer, Kernel, numbers, reads, writes
@@ -42,8 +41,7 @@ class OnChipGradient(OnChip, StripSource):
     rows = 32
     row_warps = 8
     registers = (168, 88)
-    # Tiles of a head's keys or values that a warp has in shared memory
-    tiles_held: ClassVar[int] = 5
+    tiles_held: ClassVar[int] = 5  # of a head's keys or values, that a warp has in shared memory
     buffers: ClassVar[int] = 4  # each of the scores and of the gradients of shares of a tile of keys
     fits = True
 
@@ -52,16 +50,10 @@ class OnChipGradient(OnChip, StripSource):
         return self.kind
 
     @property
-    def comment(self) -> Iterator[str]:
-        yield from OnChip.comment.fget(self)  # type: ignore[attr-defined]
-
-    @property
     def formula(self) -> Iterator[str]:
-        mix, post_mix = self.stages.mix, self.stages.post_mix
         yield "P = softmax of C over the keys that a query sees, dA = grad_out v^T,"
-        yield "dP = N^T dA over the heads of a group," if post_mix else "dP = dA,"
+        yield "dP = N^T dA over the heads of a group," if self.stages.post_mix else "dP = dA,"
         yield from self.legend
-        yield f"Gradients of {'mixed ' if mix else ''}scores C need those sums of all keys, so a kernel has them before."
 
     @property
     def matrices(self) -> tuple[str, ...]:
@@ -81,8 +73,8 @@ class OnChipGradient(OnChip, StripSource):
 
     @property
     def numbers_of_sums(self) -> int:
-        """Numbers that each head of a row has for a chunk of keys: the sum, and that of probabilities if the backward pass
-        normalises them again.
+        """Numbers that each head of a row has for a chunk of keys: the sum of products, and that of probabilities
+        if the backward pass normalises them again.
         """
         return 2 if self.stages.normalizes_again else 1
 
@@ -115,7 +107,7 @@ class OnChipGradient(OnChip, StripSource):
 
     @property
     def cost(self) -> float:
-        return self.moved * MAX_HEADS / self.stages.heads / SHARED_BYTES_PER_CYCLE
+        return self.moved / SHARED_BYTES_PER_CYCLE
 
     def _kernel(self, arguments: tuple[Argument, ...], grid: Size) -> Kernel:
         threads, registers = 32 * sum(self.warps), max(self.registers)
@@ -163,28 +155,23 @@ class GradScoresKernel(OnChipGradient):
     kind = "grad_scores"
     template = "heads_grad_scores.cu.j2"
     width: ClassVar[int] = 2 * KEYS  # keys that are written at once: lines of 64 bytes
-    start: ClassVar[int] = 4  # tiles in whose time a CTA starts
+    start: ClassVar[int] = 2  # in units of `width` keys, in whose time a CTA starts
 
     @property
     def legend(self) -> Iterator[str]:
-        gradient = "P (dP - dots)"
+        shares = "N P" if self.stages.post_mix else "P"
+        gradient = "M^T P (dP - dots)" if self.stages.mix else "P (dP - dots)"
         yield "dots = the sums of P dP over all keys, less grad_lse; a null grad_lse stands for zeros,"
-        yield f"shares = {'N P' if self.stages.post_mix else 'P'}, dx = {f'M^T {gradient}' if self.stages.mix else gradient}."
-        yield "A strip has the queries first <= i < first + count of some sequences, and `keys` keys, from which k and v"
-        yield "begin. Its planes [slot, row, key] have rows that are `pitch` elements apart."
-        if self.matrices:
-            yield "Each CTA adds its part of a matrix's gradient to sums of its own, which the caller sets to zero first:"
-            yield "(bundles of heads, PROGRAMS, 16, 16) fp32."
+        yield f"shares = {shares}, dx = {gradient}."
+        yield "A strip has the queries first <= i < first + count of some sequences, and `keys` keys, from which k and"
+        yield "v begin. Its planes [slot, row, key] have rows that are `pitch` elements apart."
+        yield "Each CTA adds its part of a matrix's gradient to sums of its own, which the caller sets to zero first:"
+        yield "(bundles of heads, PROGRAMS, 16, 16) fp32."
 
     @property
     def pointers(self) -> tuple[Argument, ...]:
-        partials = [f"{'post_' if final else ''}mix_partial" for final, stage in enumerate(self._mixtures) if stage]
         read = (*reads("float", "grad_lse", optional=True), *reads("float", "delta"))
-        return (*read, *writes("Element", *PLANES), *writes("float", *partials))
-
-    @property
-    def _mixtures(self) -> tuple[object, object]:
-        return self.stages.mix, self.stages.post_mix
+        return (*read, *writes("Element", *PLANES), *writes("float", *self.stages.matrix_partials))
 
     @property
     def programs(self) -> int:

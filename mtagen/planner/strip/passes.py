@@ -80,10 +80,14 @@ class StripPass(PassPlan):
 
     @cached_property
     def on_chip(self) -> bool:
-        """Whether kernels that mix heads on the chip replace those that read planes of scores."""
-        if self.backend != "cuda" or self.pass_name != "backward" or self.fused:
+        """Whether kernels that mix heads on the chip replace those that read planes of scores.
+
+        They take whole bundles of 16 heads. If smaller groups mix, a call may have fewer heads, and 8 of
+        16 heads take longer than in planes (``benchmarks/notes/strips.md``).
+        """
+        if self.backend != "cuda" or self.pass_name != "backward" or self.stages.closed_heads != MAX_HEADS:
             return False
-        return not why_not(self.spec, get_target(self.target))
+        return not self.fused and not why_not(self.spec, get_target(self.target))
 
     @cached_property
     def _triton_kernels(self) -> tuple[Kernel, ...]:

@@ -252,7 +252,7 @@ class Stages:
         mix's bundles.
         """
         stored = self.post_convolution is not None or self.token_post_mix is not None
-        return stored or (self.post_mix is not None and self._closed > MAX_MIXED_HEADS)
+        return stored or (self.post_mix is not None and self.closed_heads > MAX_MIXED_HEADS)
 
     @property
     def separate_post_mix(self) -> bool:
@@ -314,7 +314,7 @@ class Stages:
         return self.post_mix is not None and not self.post_is_separate
 
     @property
-    def _closed(self) -> int:
+    def closed_heads(self) -> int:
         """The smallest number of consecutive heads that mix only with each other, before and after
         the softmax.
         """
@@ -323,7 +323,7 @@ class Stages:
     @property
     def heads(self) -> int:
         """Number of heads of a bundle, which one program of the softmax takes."""
-        return _bundle(self._closed if self.fused_post_mix else self.mix.heads if self.mix else 1)
+        return _bundle(self.closed_heads if self.fused_post_mix else self.mix.heads if self.mix else 1)
 
     @property
     def post_heads(self) -> int:

@@ -10,18 +10,18 @@ def _chunks(blocks: int, keys: int, slots: int, least: int) -> int:
     return max(1, min(-(-slots // blocks), keys // least))
 
 
-def _balanced_chunks(blocks: int, tiles: int, multiprocessors: int, most: int, start: int) -> int:
+def _balanced_chunks(blocks: int, lines: int, multiprocessors: int, most: int, start: int) -> int:
     """The number of chunks of keys of blocks of rows that see about as many keys each: that with the least time.
 
     Args:
         blocks: number of blocks, whose chunks run one after another on each multiprocessor.
-        tiles: tiles of keys that a block sees.
+        lines: parts of equal size into which the keys of a block are divided; a chunk is some of them.
         multiprocessors: of the GPU.
         most: most chunks of a block.
-        start: tiles in whose time a chunk starts.
+        start: parts in whose time a chunk starts.
     """
 
     def time(chunks: int) -> int:
-        return -(-blocks * chunks // multiprocessors) * (-(-tiles // chunks) + start)
+        return -(-blocks * chunks // multiprocessors) * (-(-lines // chunks) + start)
 
-    return min(range(1, max(1, min(most, tiles)) + 1), key=time)
+    return min(range(1, max(1, min(most, lines)) + 1), key=time)

@@ -1,0 +1,143 @@
+"""Gradients of heads that are mixed on the chip: CUDA's kernels on a CPU that plays the GPU, as the host calls them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import hidden
+import problems
+import pytest
+import torch
+from emulator import load_emulated
+from host_functions import retiled
+from on_chip import mixed_on_chip
+from torch import Tensor
+
+from mtagen import Spec
+from mtagen.codegen import render
+from mtagen.measure.cases import Sizes
+from mtagen.measure.inputs import Sampler
+from mtagen.ops.attention import AttentionOp, assemble
+from mtagen.planner.strip.on_chip_gradients import PLANES
+from mtagen.runtime.load import load_host
+
+pytestmark = pytest.mark.usefixtures("memory_starts_as_nan")
+
+BOTH = Spec(None, 64, mixed_heads=16, post_mixed_heads=16, dtype="fp16")  # the interpreter computes bf16 wrongly
+CASES: dict[str, Spec] = {
+    "before and after": BOTH,
+    "before, full, fp16": Spec(None, 32, mixed_heads=16, causal=False, dtype="fp16"),
+    "after, wide values": Spec(None, 16, 48, post_mixed_heads=16, dtype="fp16"),
+    "4 heads before, 16 after, a window": Spec(
+        None, 48, 32, mixed_heads=4, post_mixed_heads=16, window=(12, -1), dtype="fp16"
+    ),
+    "16 heads before, 2 after, a window on both sides": Spec(
+        None, 16, mixed_heads=16, post_mixed_heads=2, causal=False, window=(30, 9), dtype="fp16"
+    ),
+}
+every_case = pytest.mark.parametrize("spec", CASES.values(), ids=CASES)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path))
+
+
+def build(
+    spec: Spec,
+    folder: Path,
+    seed: int = 0,
+    *,
+    checked: bool = False,
+    workspace_bytes: int = 2**30,
+    chunks: int | None = None,
+    patch: pytest.MonkeyPatch | None = None,
+) -> AttentionOp:
+    """The op with emulated kernels. If ``chunks`` is given, both kernels divide keys into so many chunks."""
+    made = retiled(mixed_on_chip(spec), workspace_bytes=workspace_bytes)
+    assert made["backward"].planes == PLANES
+    load_emulated(made, folder, seed, checked=checked)
+    if chunks is not None:
+        assert patch
+        host = load_host(made, render(made), "backward")
+        patch.setattr(host, "_chunks", lambda *_: chunks)
+        patch.setattr(host, "_balanced_chunks", lambda *_: chunks)
+    return assemble(made, torch_on_cpu=False)
+
+
+@every_case
+def test_accurate(spec: Spec, folder: Path) -> None:
+    """Grouped keys, several bundles; more keys; more queries; a row. Gradients come through the log-sum-exp, too."""
+    op = build(spec, folder)
+    for sizes in (Sizes(2, 32, 8, 17, 17), Sizes(1, 16, 1, 41, 140), Sizes(1, 16, 16, 75, 13)):
+        assert not problems.failures_through_lse(op, spec, problems.random(spec, sizes)), sizes
+    assert not problems.failures(op, spec, problems.random(spec, Sizes(3, 16, 16, 1, 1)))
+
+
+@pytest.mark.parametrize("name", ["before and after", "16 heads before, 2 after, a window on both sides"])
+def test_several_strips_and_chunks(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strips of 128 rows; three chunks of keys, some of which are empty."""
+    op = build(CASES[name], folder, workspace_bytes=2**10, chunks=3, patch=monkeypatch)
+    for sizes in (Sizes(2, 16, 4, 150, 200), Sizes(1, 32, 32, 140, 20)):
+        assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes)), sizes
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", ["before and after", "4 heads before, 16 after, a window"])
+def test_no_races(name: str, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies come early, then late. Buffers are used again."""
+    op = build(CASES[name], folder, seed, checked=True, chunks=1, patch=monkeypatch)
+    assert not problems.failures(op, op.plan.spec, problems.random(op.plan.spec, Sizes(1, 16, 8, 40, 150)))
+
+
+def test_strided(folder: Path) -> None:
+    """Queries, keys, values and gradients of outputs whose heads alternate, and heads that share memory."""
+    op = build(BOTH, folder)
+    inputs = Sampler.for_checks(BOTH, Sizes(1, 16, 1, 37, 37), torch.device("cpu")).inputs()
+    weights = inputs.options(inputs.named)
+
+    def gradients(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(op(*leaves, **weights), leaves, grad_out)
+
+    tensors = inputs.q, inputs.k.expand(-1, 16, -1, -1), inputs.v.expand(-1, 16, -1, -1), inputs.q.flip(1)
+    expected = gradients(*(x.contiguous() for x in tensors))
+    alternating = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    for strided in (alternating, [tensors[0], *tensors[1:3], alternating[3]]):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients(*strided), expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["before and after", "4 heads before, 16 after, a window"])
+def test_hidden_numbers(name: str, folder: Path) -> None:
+    """What the mask hides changes no bit of other gradients."""
+    spec = CASES[name]
+    op = build(spec, folder)
+    n_q, n_k, cut = 66, 71, 30
+    inputs = Sampler.for_checks(spec, Sizes(1, 16, 16, n_q, n_k), torch.device("cpu")).inputs()
+
+    def results(call: hidden.Call) -> dict[str, Tensor]:
+        *qkv, grad_out = call
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        out = op(*leaves, **inputs.options(inputs.named), scale=0.25)
+        dq, dk, dv = torch.autograd.grad(out, leaves, grad_out)
+        return {"dq": dq, "dk": dk, "dv": dv}
+
+    grad_out = torch.randn((*inputs.q.shape[:-1], spec.value_head_dim), generator=torch.Generator().manual_seed(1))
+    call = hidden.Call(inputs.q, inputs.k, inputs.v, grad_out.to(inputs.q.dtype))
+    edges = [
+        edge._replace(kept={what: rows for what, rows in edge.kept.items() if what in ("dq", "dk", "dv")})
+        for edge in hidden.edges(spec, n_q, n_k, cut)
+    ]
+    assert not hidden.failures(results, call, [edge for edge in edges if edge.kept])
+
+
+def test_other_groups_have_planes_of_scores() -> None:
+    """Bundles of smaller groups may lack heads, and values of small groups lie side by side."""
+    for spec in (
+        replace(BOTH, mixed_heads=8, post_mixed_heads=4),
+        replace(BOTH, mixed_heads=10, post_mixed_heads=None),
+    ):
+        assert mixed_on_chip(spec)["backward"].planes == ("scores", "grad_shares", "shares")
+    assert mixed_on_chip(replace(BOTH, dropout=True))["backward"].planes == ("scores", "grad_shares", "shares")
+    assert mixed_on_chip(BOTH, backend="triton")["backward"].planes == ("scores", "grad_shares", "shares")
