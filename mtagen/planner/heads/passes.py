@@ -9,8 +9,9 @@ computes outputs.
 A table must name this lowering, because no cost model compares it with strips, whose time depends on
 memory. ``benchmarks/notes/strips.md`` has the measured times. Otherwise strips make the forward pass.
 
-The backward pass is that of strips. It takes log-sum-exps of scores that both lowerings round
-alike: fp16 in the scale of planes, mixed by matrices that are rounded to fp16.
+The backward pass is that of strips, whose kernels may mix heads on the chip, too
+(:mod:`..strip.on_chip_gradients`). It takes log-sum-exps of scores that both lowerings round alike:
+fp16 in the scale of planes, mixed by matrices that are rounded to fp16.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ class OnChipGradient(OnChip, StripSource):
     registers = (168, 88)
     tiles_held: ClassVar[int] = 5  # of a head's keys or values, that a warp has in shared memory
     buffers: ClassVar[int] = 4  # each of the scores and of the gradients of shares of a tile of keys
+    dots: ClassVar[bool] = False  # whether shared memory has what is subtracted from gradients of probabilities
     fits = True
 
     @property
@@ -95,7 +96,7 @@ class OnChipGradient(OnChip, StripSource):
                 ("TILES", self.tiles_held * tile, 1024),
                 ("SCORES", self.buffers * self.pair, 32),
                 ("SHIFTS", self.rows * NUMBERS, 16),
-                ("DOTS", self.rows * NUMBERS, 16),
+                ("DOTS", self.rows * NUMBERS if self.dots else 0, 16),
                 ("BARRIERS", 2 * self.buffers * BARRIER, BARRIER),
             )
         )
@@ -154,6 +155,7 @@ class GradScoresKernel(OnChipGradient):
 
     kind = "grad_scores"
     template = "heads_grad_scores.cu.j2"
+    dots = True
     width: ClassVar[int] = 2 * KEYS  # keys that are written at once: lines of 64 bytes
     start: ClassVar[int] = 2  # in units of `width` keys, in whose time a CTA starts
 

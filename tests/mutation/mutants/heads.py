@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..mutant import CUDA, EMULATED_HEADS, Mutant
+from ..mutant import CUDA, EMULATED_HEADS, ON_CHIP_GRADIENTS, Mutant
 
 MUTANTS = (
     Mutant(
@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "heads-chunks-of-all-keys",
         f"{CUDA}/heads_pieces.j2",
-        "return {seen.start + skipped * KEYS,",
-        "return {skipped * KEYS,",
+        "return {seen.start + skipped * WIDTH,",
+        "return {skipped * WIDTH,",
         "Chunks are counted from the first key, not from the first that the block sees.",
         (f"{EMULATED_HEADS}::test_chunks_of_a_window",),
     ),
@@ -116,5 +116,53 @@ MUTANTS = (
         "return 1.0",
         "Mixed probabilities keep their scale in fp16, whose range large matrices then exceed.",
         ("tests/test_heads.py::test_scale_of_probabilities",),
+    ),
+    Mutant(
+        "on-chip-products-before-rows-are-read",
+        f"{CUDA}/heads_backward_products.j2",
+        "if (i == 0) barrier_wait(of_pair + READ, t / BUFFERS & 1 ^ 1);",
+        "",
+        "Products of a tile overwrite those of a tile whose rows are not written yet.",
+        (f"{ON_CHIP_GRADIENTS}::test_no_races[before and after-0]",),
+    ),
+    Mutant(
+        "on-chip-operand-before-it-is-there",
+        f"{CUDA}/heads_backward_products.j2",
+        "copy((i + AHEAD) % OPERANDS, t + (i + AHEAD) / OPERANDS);\n        copy_wait<AHEAD - 1>();",
+        "copy((i + AHEAD) % OPERANDS, t + (i + AHEAD) / OPERANDS);\n        copy_wait<AHEAD>();",
+        "A fragment is loaded from a tile whose copy may be late.",
+        (f"{ON_CHIP_GRADIENTS}::test_no_races[before and after-1]",),
+    ),
+    Mutant(
+        "on-chip-hidden-planes-keep-memory",
+        f"{CUDA}/heads_grad_scores.cu.j2",
+        "for (; cleared < unseen.end; ++cleared)",
+        "for (; false; ++cleared)",
+        "Blocks of rows that see no keys leave memory of any content in planes.",
+        (f"{ON_CHIP_GRADIENTS}::test_accurate[before and after]",),
+    ),
+    Mutant(
+        "on-chip-sums-of-one-chunk",
+        f"{CUDA}/heads_grad_scores.cu.j2",
+        "sums[s][n] += from[(i * SUMS + s) * TILE_HEADS + n];",
+        "sums[s][n] = from[(i * SUMS + s) * TILE_HEADS + n];",
+        "The sum of a row is that of its last chunk of keys.",
+        (f"{ON_CHIP_GRADIENTS}::test_several_strips_and_chunks[before and after]",),
+    ),
+    Mutant(
+        "on-chip-matrices-of-one-chunk",
+        f"{CUDA}/heads_grad_scores.cu.j2",
+        "(block.first - first) / ROWS * parts + block.chunk;",
+        "(block.first - first) / ROWS * parts;",
+        "All chunks of a block add their gradients of matrices to the same sums.",
+        (f"{ON_CHIP_GRADIENTS}::test_several_strips_and_chunks[before and after]",),
+    ),
+    Mutant(
+        "on-chip-probabilities-of-hidden-keys",
+        f"{CUDA}/heads_grad_scores.cu.j2",
+        "if (hidden(i, e)) p[e] = 0.f;",
+        "",
+        "Values of keys that a row does not see get gradients.",
+        (f"{ON_CHIP_GRADIENTS}::test_accurate[before and after]",),
     ),
 )
