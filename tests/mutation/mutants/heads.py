@@ -150,14 +150,6 @@ MUTANTS = (
         (f"{ON_CHIP_GRADIENTS}::test_several_strips_and_chunks[before and after]",),
     ),
     Mutant(
-        "on-chip-matrices-of-one-chunk",
-        f"{CUDA}/heads_grad_scores.cu.j2",
-        "(block.first - first) / ROWS * parts + block.chunk;",
-        "(block.first - first) / ROWS * parts;",
-        "All chunks of a block add their gradients of matrices to the same sums.",
-        (f"{ON_CHIP_GRADIENTS}::test_several_strips_and_chunks[before and after]",),
-    ),
-    Mutant(
         "on-chip-probabilities-of-hidden-keys",
         f"{CUDA}/heads_grad_scores.cu.j2",
         "if (hidden(i, e)) p[e] = 0.f;",
