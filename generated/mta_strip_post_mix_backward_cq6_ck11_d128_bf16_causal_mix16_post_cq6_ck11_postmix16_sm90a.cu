@@ -443,8 +443,8 @@ struct HeadProducts {
     for (int n = 0; n < 2; ++n) mma<Type>(sums + 4 * n, a, b[2 * n], b[2 * n + 1]);
   }
 
-  // Adds the sums of the CTA's first WARPS warps, which call this, times a factor, to a matrix (16, 16). `shared` has room
-  // for 256 floats per warp.
+  // Adds the sums of WARPS warps, which all call this, times a factor, to a matrix (16, 16). `thread` counts their
+  // threads, and `shared` has room for 256 floats per warp.
   template <int WARPS>
   DEVICE void add_to(float* matrix, float factor, float* shared, int thread) const {
     const int warp = thread >> 5, lane = thread & 31;

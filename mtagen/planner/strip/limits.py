@@ -40,7 +40,12 @@ class Limits:
 
     @classmethod
     def of(cls, spec: Spec, most_rows: int | None = None) -> Limits:
-        """Return the limits of a request, whose kernels take at most so many rows."""
+        """Return the limits of a request.
+
+        Args:
+            spec: the request.
+            most_rows: upper limit of the rows of a strip that the kernels take. None is no limit.
+        """
         mask, stages = Mask.of(spec), Stages(spec)
         if spec.packed:
             context, row_multiple = context_places(spec.context), TILE

@@ -93,11 +93,16 @@ class OnChip(ABC):
         """Lines of the source's comment about the results."""
 
     @property
+    def offset(self) -> str:
+        """The kernel's expression for the distance from a query's number to its position."""
+        return "n_k - n_q"
+
+    @property
     def comment(self) -> Iterator[str]:
         """Lines of the source's comment."""
         yield f"S = scale q k^T, {'C = M S over the heads of a group' if self.stages.mix else 'C = S'},"
         yield from self.formula
-        yield f"Mask {Mask.of(self.spec).name}; query i sits at position i + n_k - n_q."
+        yield f"Mask {Mask.of(self.spec).name}; query i sits at position i + {self.offset}."
         yield f"A bundle is {self.stages.heads} heads, which mix with each other only."
         yield "Strides count elements. `group` heads of q read the same head of k and v. Other tensors are contiguous."
 

@@ -26,10 +26,11 @@ from .kernels import PROGRAMS
 from .on_chip import BARRIER, CHUNKS, HEAD_WARPS, KEYS, NUMBERS, OnChip
 from .row_shared import MAX_HEADS
 from .source import StripSource
+from .stages import PROBABILITY_SCALE
 
 PLANES = ("dx", "shares")  # of a strip: gradients of scores, and shares
 PARTS = sympy.Symbol("parts", integer=True, positive=True)  # chunks of the keys of a block of rows of a strip
-_PAIR_GAP = 64  # bytes
+_PAIR_GAP = 64  # bytes between pairs of buffers, so that neighbours' lines of 32 bytes are in different banks
 _TENSORS = ("q", "k", "v", "grad_out")
 
 
@@ -37,18 +38,13 @@ _TENSORS = ("q", "k", "v", "grad_out")
 class OnChipGradient(OnChip, StripSource):
     """A kernel of the backward pass that mixes heads on the chip."""
 
-    kind: ClassVar[str]
     rows = 32
     row_warps = 8
     registers = (168, 88)
-    tiles_held: ClassVar[int] = 5  # of a head's keys or values, that a warp has in shared memory
-    buffers: ClassVar[int] = 4  # each of the scores and of the gradients of shares of a tile of keys
+    tiles_held: ClassVar[int] = 5  # tiles of a head's keys or values in shared memory, for each warp that owns heads
+    buffers: ClassVar[int] = 4  # pairs of buffers: for scores, and for gradients of shares
     dots: ClassVar[bool] = False  # whether shared memory has what is subtracted from gradients of probabilities
     fits = True
-
-    @property
-    def role(self) -> str:
-        return self.kind
 
     @property
     def formula(self) -> Iterator[str]:
@@ -81,7 +77,7 @@ class OnChipGradient(OnChip, StripSource):
 
     @property
     def pair(self) -> int:
-        """Bytes of a pair of buffers. Two neighbours' lines of 32 bytes are in different banks."""
+        """Bytes of a pair of buffers, with the gap behind it."""
         return 2 * self.buffer + _PAIR_GAP
 
     @property
@@ -118,7 +114,7 @@ class OnChipGradient(OnChip, StripSource):
 class DeltaKernel(OnChipGradient):
     """The kernel that sums products of probabilities with their gradients, over chunks of keys."""
 
-    kind = "delta"
+    role = "delta"
     tiles_held = 6
     buffers = 3
     registers = (176, 80)
@@ -127,7 +123,8 @@ class DeltaKernel(OnChipGradient):
     @property
     def legend(self) -> Iterator[str]:
         again = ", and the sums of P" if self.stages.normalizes_again else ""
-        yield f"delta = the sums of P dP over chunks of the keys that a query sees{again}."
+        yield f"delta = the sums of P dP over chunks of the keys that a query sees{again}, times {PROBABILITY_SCALE}:"
+        yield f"(bundles of heads, n_q, chunks, {self.numbers_of_sums}, 16)."
 
     @property
     def pointers(self) -> tuple[Argument, ...]:
@@ -153,11 +150,11 @@ class DeltaKernel(OnChipGradient):
 class GradScoresKernel(OnChipGradient):
     """The kernel that fills the planes of a strip with gradients of scores and with shares."""
 
-    kind = "grad_scores"
+    role = "grad_scores"
     template = "heads_grad_scores.cu.j2"
     dots = True
     width: ClassVar[int] = 2 * KEYS  # keys that are written at once: lines of 64 bytes
-    start: ClassVar[int] = 2  # in units of `width` keys, in whose time a CTA starts
+    start: ClassVar[int] = 2  # time to start a CTA, in units of that of `width` keys
 
     @property
     def legend(self) -> Iterator[str]:
@@ -165,8 +162,9 @@ class GradScoresKernel(OnChipGradient):
         gradient = "M^T P (dP - dots)" if self.stages.mix else "P (dP - dots)"
         yield "dots = the sums of P dP over all keys, less grad_lse; a null grad_lse stands for zeros,"
         yield f"shares = {shares}, dx = {gradient}."
-        yield "A strip has the queries first <= i < first + count of some sequences, and `keys` keys, from which k and"
-        yield "v begin. Its planes [slot, row, key] have rows that are `pitch` elements apart."
+        yield "A strip has the queries first <= i < first + count of the sequences from b0 on, and `keys` keys, which"
+        yield "are the first ones of k and v; positions count from them. Planes [slot, row, key] have rows that are"
+        yield "`pitch` elements apart. `chunks` is that of delta; `parts` CTAs divide the keys of a block of rows."
         yield "Each CTA adds its part of a matrix's gradient to sums of its own, which the caller sets to zero first:"
         yield "(bundles of heads, PROGRAMS, 16, 16) fp32."
 
@@ -174,6 +172,10 @@ class GradScoresKernel(OnChipGradient):
     def pointers(self) -> tuple[Argument, ...]:
         read = (*reads("float", "grad_lse", optional=True), *reads("float", "delta"))
         return (*read, *writes("Element", *PLANES), *writes("float", *self.stages.matrix_partials))
+
+    @property
+    def offset(self) -> str:
+        return "off"
 
     @property
     def programs(self) -> int:

@@ -103,7 +103,7 @@ class StripPass(PassPlan):
         if self.fused:
             return self.fused
         if self.on_chip:
-            return {kind.kind: kind(self.spec, self.target) for kind in KERNELS}
+            return {kind.role: kind(self.spec, self.target) for kind in KERNELS}
         sources = {source.role: source for source in cuda_sources(self.spec, self.target, self._triton_kernels)}
         return sources | {role: replace(sources[role], form=form) for role, form in self.forms}
 

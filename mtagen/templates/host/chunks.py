@@ -11,14 +11,16 @@ def _chunks(blocks: int, keys: int, slots: int, least: int) -> int:
 
 
 def _balanced_chunks(blocks: int, lines: int, multiprocessors: int, most: int, start: int) -> int:
-    """The number of chunks of keys of blocks of rows that see about as many keys each: that with the least time.
+    """The number of chunks into which keys of each block of rows are divided, which takes the least time.
+
+    The blocks see about as many keys each.
 
     Args:
-        blocks: number of blocks, whose chunks run one after another on each multiprocessor.
-        lines: parts of equal size into which the keys of a block are divided; a chunk is some of them.
-        multiprocessors: of the GPU.
+        blocks: number of blocks.
+        lines: number of parts of equal size of a block's keys. A chunk is some of them.
+        multiprocessors: number of multiprocessors, each of which computes one chunk at a time.
         most: most chunks of a block.
-        start: parts in whose time a chunk starts.
+        start: time to start a chunk, in units of a line's time.
     """
 
     def time(chunks: int) -> int:

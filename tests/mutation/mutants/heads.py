@@ -157,4 +157,12 @@ MUTANTS = (
         "Values of keys that a row does not see get gradients.",
         (f"{ON_CHIP_GRADIENTS}::test_accurate[before and after]",),
     ),
+    Mutant(
+        "on-chip-rows-without-limit",
+        "mtagen/planner/strip/limits.py",
+        "max_rows=WINDOW_ROWS if mask.hides_later and mask.hides_earlier else most_rows,",
+        "max_rows=WINDOW_ROWS if mask.hides_later and mask.hides_earlier else None,",
+        "A strip has more blocks of rows than there are sums of matrices' gradients.",
+        (f"{ON_CHIP_GRADIENTS}::test_rows_of_a_strip",),
+    ),
 )
