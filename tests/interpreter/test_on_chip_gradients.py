@@ -111,7 +111,7 @@ def test_strided(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["before and after", "4 heads before, 16 after, a window"])
 def test_hidden_numbers(name: str, folder: Path) -> None:
-    """What the mask hides changes no bit of other gradients."""
+    """Hidden keys, rows and gradients change no bit of other gradients."""
     spec = CASES[name]
     op = build(spec, folder)
     n_q, n_k, cut = 66, 71, 30
