@@ -641,7 +641,7 @@ def test_no_races_in_values(name: str, target: str, depth: int, folder: Path) ->
 # Mixtures of heads and the softmax.
 
 ROWS = {
-    "16 heads mix, before and after": (16, Spec(None, 64, mixed_heads=16, post_mixed_heads=16)),
+    "16 heads mix, before and after": (16, Spec(None, 128, mixed_heads=16, post_mixed_heads=16)),
     "two bundles of 10": (20, Spec(None, 64, mixed_heads=10, post_mixed_heads=10, dtype="fp16")),
     "pairs of 10 heads": (10, Spec(None, 64, mixed_heads=2, post_mixed_heads=2)),
     "groups of 3 before, full": (9, Spec((3, 3), 64, mixed_heads=3, causal=False)),
