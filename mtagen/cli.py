@@ -171,6 +171,10 @@ def _spec(
             show_default="none",
         ),
     ] = None,
+    constant: Annotated[
+        list[str] | None,
+        typer.Option(help="A parameter that needs no gradient; may be repeated.", metavar="NAME", show_default="none"),
+    ] = None,
     sink: Annotated[
         bool, typer.Option("--sink/--no-sink", help="Add a logit without a value to each row's softmax.")
     ] = False,
@@ -187,12 +191,12 @@ def _spec(
     ] = None,
 ) -> Spec:
     options: dict[str, Any] = {**locals()}  # only the options are local so far
-    given_parameters = options.pop("parameter") or ()
+    given_parameters, constants = options.pop("parameter") or (), options.pop("constant") or ()
     if unnamed := [given for given in given_parameters if "=" not in given]:
         raise SpecError(explain("parameter", unnamed[0], "must be a name and axes", "NAME=AXES, such as table=h,65"))
     named = [given.partition("=")[::2] for given in given_parameters]
     extents = {name: _extents(name, options[name]) for name in ("kernel", "post_kernel")}
-    return Spec(**options | extents | {"parameters": tuple(named)})
+    return Spec(**options | extents | {"parameters": tuple(named), "constants": tuple(constants)})
 
 
 def _extents(name: str, kernel: str) -> tuple[int, int] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -36,6 +36,7 @@ def build(
     logits: Expression | None = None,
     visible: Expression | None = None,
     parameters: Mapping[str, str] | None = None,
+    constants: Sequence[str] = (),
     sink: bool = False,
     value_head_dim: int | None = None,
     causal: bool = True,
@@ -90,6 +91,8 @@ def build(
             tensors. Axes are ``b`` (batch entries), ``h`` (heads of queries), ``i`` or ``j``
             (tokens) and numbers (the entries of a table): ``{"slopes": "h", "table": "h,65"}``. Those
             of ``visible`` may count blocks of tokens, too: ``{"blocks": "b,i//64,j//64"}``.
+        constants: names of parameters that need no gradient, such as a bias that hides padding. Backward
+            passes do not sum one.
         sink: adds a learned logit per head to the softmax's denominator; each call passes ``sink``,
             shape (H,).
         value_head_dim: DV, default D.

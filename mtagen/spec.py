@@ -191,6 +191,8 @@ class Spec:
             without mixing ``convolved`` joins ``logits``, so that equal operators are equal.
         parameters: the tensors that expressions and ``visible`` read, and the axes of each:
             ``{"table": "h,65"}``. The field is pairs of name and axes.
+        constants: names of parameters of expressions of which the op has no gradient, and computes none. Those of
+            ``visible`` never have one, and are left out of the field.
         visible: which keys a query sees within causality and window, a condition in i, j, b and parameters of
             integers: ``(j <= i) | (j < prefix[b])``. A text or a function; the field is a text in
             canonical form, or None if the window says the same.
@@ -225,6 +227,7 @@ class Spec:
     logits: str | None = None
     visible: str | None = None
     parameters: tuple[tuple[str, str], ...] = ()
+    constants: tuple[str, ...] = ()
     sink: bool = False
     packed: bool = False
     dropout: bool = False
@@ -266,6 +269,19 @@ class Spec:
             self._normalise_expressions()
         else:
             object.__setattr__(self, "parameters", ())
+        object.__setattr__(self, "constants", self._constants())
+
+    def _constants(self) -> tuple[str, ...]:
+        """Return the parameters of expressions that have no gradient, sorted.
+
+        Raises:
+            SpecError: they are no names of parameters.
+        """
+        given, known = self.constants, [name for name, _ in self.parameters]
+        if not isinstance(given, (tuple, list)) or any(name not in known for name in given):
+            legal = f"names among {known}" if known else "(), because there are no parameters"
+            raise SpecError(explain("constants", given, "must be a sequence of names of parameters", legal))
+        return tuple(sorted({*given} - self.mask_parameters))
 
     def _ranks(self, name: str, given: Any) -> tuple[int, int] | None:
         """Return the ranks of a mixing's dynamic part after checking them.
@@ -425,17 +441,23 @@ class Spec:
     def learned_arguments(self) -> tuple[Argument, ...]:
         """The factors, the sink and the parameters that the op takes. Parameters of the mask are integers."""
         described = (_parameter_argument(*pair, self.packed) for pair in self.parameters)
-        masks, checked = self.mask_parameters, self.checked_parameters
+        masks, checked, constants = self.mask_parameters, self.checked_parameters, self.constants
         return (
             self.factor_arguments
             + (SINK,) * self.sink
             + tuple(
                 x._replace(dtypes=CHECKED_INTEGERS if x.name in checked else INTEGERS, differentiable=False)
                 if x.name in masks
-                else x
+                else x._replace(differentiable=x.name not in constants)
                 for x in described
             )
         )
+
+    @cached_property
+    def have_gradients(self) -> tuple[bool, ...]:
+        """Whether the op has a gradient of q, of k, of v, of each weight and of each of ``learned_arguments``."""
+        before = 3 + len(self.weight_names)
+        return (True,) * before + tuple(argument.differentiable for argument in self.learned_arguments)
 
     @cached_property
     def factor_arguments(self) -> tuple[Argument, ...]:
@@ -586,7 +608,7 @@ def options_of(spec: Spec) -> dict[str, Any]:
 _IN_TENSORS = (
     *STAGES.values(),
     *dict.fromkeys(option for option, _ in FACTORS.values()),
-    *("parameters", "sink", "head_dim", "value_head_dim", "dtype"),
+    *("parameters", "constants", "sink", "head_dim", "value_head_dim", "dtype"),
 )
 RULES = tuple(name for name in OPTIONS if name not in _IN_TENSORS)
 

@@ -78,8 +78,8 @@ def test_each_command_has_help(command: str) -> None:
 def test_selection_options_are_the_fields_of_the_spec(command: str) -> None:
     text = output(command, "--help")
     options = {field.name.replace("_", "-") for field in fields(Spec)}
-    # Each parameter is an option of its own.
-    for option in options - {"causal", "parameters"} | {"non-causal", "parameter"}:
+    # Each parameter and constant is an option of its own.
+    for option in options - {"causal", "parameters", "constants"} | {"non-causal", "parameter", "constant"}:
         assert f"--{option} " in text
 
 
@@ -405,7 +405,8 @@ def test_markup_of_texts_is_printed_as_it_is() -> None:
 
 def test_check_of_parameters_of_pairs() -> None:
     """Sizes with more queries than keys are left out: such queries have no entries."""
-    options = ["--logits", "s + t[b, h, i, j]", "--parameter", "t=b,h,i,j"]
-    result = run("check", "--kernel", "none", "--head-dim", "16", *options)
-    assert result.exit_code == 0
-    assert "all 32 within the rule" in result.stdout
+    options = ["--kernel", "none", "--head-dim", "16", "--logits", "s + t[b, h, i, j]", "--parameter", "t=b,h,i,j"]
+    for more, results in (([], 32), (["--constant", "t"], 28)):
+        result = run("check", *options, *more)
+        assert result.exit_code == 0
+        assert f"all {results} within the rule" in result.stdout

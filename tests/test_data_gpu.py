@@ -48,6 +48,8 @@ DATA: dict[str, dict[str, Any]] = {
     "packed, a window, logits": {"packed": True, "window": (70, 0), "logits": problems.DEFINED_WHERE_VISIBLE},
     "parameters, sinks": {**problems.READ, "sink": True},
     "packed, a window, parameters, sinks": {**problems.READ, "sink": True, "packed": True, "window": (70, 0)},
+    "constants": {**problems.READ, "constants": ("gates", "slopes")},
+    "packed, all constants": {**problems.READ, "constants": ("gates", "slopes", "table"), "packed": True},
     "parameters of heads, sinks": {**problems.OF_HEADS, "sink": True},
     "tables of distances": {**problems.BY_DISTANCE, "causal": False},
     "a mask in tables": {**problems.PREFIX, "dropout": True},

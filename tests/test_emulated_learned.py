@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,17 @@ TRAINED = [
 ]
 OF_PAIRS = {"logits": "s / 2 + bias[h, i, j] * (i - j) / 8", "parameters": {"bias": "h,i,j"}}
 OF_DOCUMENTS = {**problems.READ, "sink": True, "packed": True}
+ADDED: dict[str, Any] = {
+    "logits": "s + d[h, 1, i] * (i - j) / 8 + c[h, max(0, min(8, i - j))] + t[b, h, j]",
+    "parameters": {"c": "h,9", "d": "h,2,i", "t": "b,h,j"},
+}
+SCALED: dict[str, Any] = {"logits": "s * a[h] + t[b, h, j]", "parameters": {"a": "h", "t": "b,h,j"}}
+CONSTANTS = [
+    ("sm_90a", Spec((6, 11), 64, sink=True, constants=("c", "d"), **ADDED)),
+    ("sm_90a", Spec((3, 3), 32, dtype="fp16", constants=("d", "t"), **ADDED)),
+    ("sm_80", Spec((3, 3), 32, constants=("c", "d", "t"), **ADDED)),
+    ("sm_90a", Spec((3, 3), 32, causal=False, constants=("a", "t"), **SCALED)),
+]
 UNFUSED = [
     ("s * t[h]", {"t": "h"}, "the gradient of t depends on scores"),
     ("tanh(s) + t[h]", {"t": "h"}, "the slope of the function depends on scores"),
@@ -75,6 +87,17 @@ def test_training(target: str, spec: Spec, folder: Path) -> None:
     op = op_of(spec, target, folder, 1)
     assert not failures(op, spec, torch.device("cpu"), SIZES)
     assert not problems.failures_through_lse(op, spec, problems.random(spec, SIZES[0]))
+
+
+@pytest.mark.parametrize(("target", "spec"), CONSTANTS, ids=case_id)
+def test_constants(target: str, spec: Spec, folder: Path) -> None:
+    """Parameters without a gradient come before and after others. Kernels have no sums for those of "a" and "d"."""
+    op = op_of(spec, target, folder, 1)
+    assert not failures(op, spec, torch.device("cpu"), SIZES[:2])
+    summed = {x.view.parameter.name for x in score_function(spec).sums}
+    assert summed == {name for name, _ in spec.parameters} - {*spec.constants}
+    with pytest.raises(PlanError, match="gradients"):
+        plan(replace(spec, constants=()), target, "cuda")
 
 
 def test_pairs(folder: Path) -> None:

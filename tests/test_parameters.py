@@ -13,6 +13,7 @@ from torch import Tensor
 
 import mtagen
 from mtagen import InputError, SpecError
+from mtagen.call import INPUTS
 from mtagen.evaluate import evaluate
 from mtagen.expressions import clipped, forget, t5, temperature
 from mtagen.expressions.language import HEAD, KEY, POSITION, SCORE, Load, read
@@ -172,6 +173,63 @@ def _entry(call: dict[str, Any], axes: dict[str, str], tokens: int | None = None
             x = x.narrow(axis, 0, tokens) if letter in ("i", "j") and tokens else x
         parameters[name] = x
     return call | {"parameters": parameters or None}
+
+
+CONSTANT = {
+    "logits": "s * c[h] + t[b, h, j] + d[b, h, i, j]",
+    "parameters": {"c": "h", "t": "b,h,j", "d": "b,h,i,j"},
+}
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_constants(pipeline: str) -> None:
+    """Other gradients keep their bits, and a constant needs no memory for one."""
+    learned, op = (
+        mtagen.build(head_dim=DIM, target="cpu", dtype="fp64", **PIPELINES[pipeline], **CONSTANT, constants=constants)
+        for constants in ((), ("d", "c", "c"))
+    )
+    assert op.plan.spec.constants == ("c", "d")
+    call = Problem(PIPELINES[pipeline] | CONSTANT).call
+    of_constants = {name: x.detach() if name != "t" else x for name, x in call["parameters"].items()}
+    leaves = [x for x in call.values() if isinstance(x, Tensor)] + [call["parameters"]["t"]]
+    grads = [
+        torch.autograd.grad(one(**call | {"parameters": given}).square().sum(), leaves)
+        for one, given in ((learned, call["parameters"]), (op, of_constants))
+    ]
+    assert all(map(torch.equal, *grads))
+
+
+def test_constants_of_registered_ops() -> None:
+    """Gradients of constants have no entries, in traces and in calls; those of other tensors keep their places."""
+    problem = Problem({"kernel": (3, 5), "constants": ("c", "d"), **CONSTANT}, nq=5, nk=6)
+    q, k, v, weight, *given = (x.detach() for x in problem.tensors.values())
+    op, none = problem.op, [None]
+    call = [q, k, v, weight, *none * 8, *given, *none * 5]
+    assert len(call) == INPUTS
+    results = torch.ops.mtagen.forward(*call, 0.25, op._key)
+    arguments = (*(torch.ones_like(x) for x in results), *call, *results, 0.25, op._key)
+    torch.library.opcheck(torch.ops.mtagen.backward.default, arguments)
+    shapes = [x.shape for x in torch.ops.mtagen.backward(*arguments)]
+    assert shapes == [x.shape if name not in ("c", "d") else (0,) for name, x in problem.tensors.items()]
+
+
+def test_constants_that_are_refused() -> None:
+    for constants in ("c", ("x",), 3, None):
+        with pytest.raises(SpecError, match="must be a sequence of names of parameters; legal: names among"):
+            Spec(None, DIM, **CONSTANT, constants=constants)
+    with pytest.raises(SpecError, match="because there are no parameters"):
+        Spec(None, DIM, constants=("c",))
+    problem = Problem({"kernel": None, "constants": ("c",), **CONSTANT})
+    with pytest.raises(InputError, match=r"parameters\['c'\].requires_grad: .* built with 'c' in constants"):
+        problem.op(**problem.call)
+    with torch.no_grad():
+        problem.op(**problem.call)
+
+
+def test_parameters_of_masks_are_no_constants() -> None:
+    """They never have gradients."""
+    options = {"visible": "j < n[b]", "parameters": {"n": "b"}}
+    assert Spec(None, DIM, constants=("n",), **options) == Spec(None, DIM, **options)
 
 
 def test_a_row_that_sees_nothing_has_the_sink() -> None:

@@ -453,9 +453,9 @@ class Compiled(Eager):
 
     def warm(self, case: Case) -> None:
         inductor_config.compile_threads = 1  # there are many such processes
-        function, tensors = self.prepare(case), make_inputs(case, self.device).arguments
-        function(*tensors)
-        function(*(x.requires_grad_() for x in tensors)).sum().backward()
+        function, inputs = self.prepare(case), make_inputs(case, self.device)
+        function(*inputs.arguments)
+        function(*(x.requires_grad_(inputs.has_gradient(x)) for x in inputs.arguments)).sum().backward()
 
 
 class Liger(Materialising):
@@ -618,7 +618,8 @@ class Flex(Peer):
             return "this expression was not written for FlexAttention, or it has no such option"
         attend, inputs, grad_out = self._small_call(case)
         try:
-            attend(*(x.requires_grad_() for x in self.arguments(case, inputs))).backward(grad_out)
+            tensors = self.arguments(case, inputs)
+            attend(*(x.requires_grad_(inputs.has_gradient(x)) for x in tensors)).backward(grad_out)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -21,6 +21,11 @@ def expressions(heads: int) -> dict[str, dict[str, Any]]:
         "table of distances": {"logits": clipped(64), "parameters": {"table": "h,65"}},
         "t5": {"logits": t5(), "parameters": {"table": "h,32"}},
         "bias of keys": {"logits": "s + bias[b, h, j]", "parameters": {"bias": "b,h,j"}},
+        "constant bias of keys": {
+            "logits": "s + bias[b, h, j]",
+            "parameters": {"bias": "b,h,j"},
+            "constants": ("bias",),
+        },
         "forget gates": {"logits": forget(), "parameters": {"gates": "b,h,j"}},
         "temperatures": {"logits": temperature(), "parameters": {"factors": "h"}},
         "sink": {"sink": True},
@@ -42,4 +47,4 @@ def _names(heads: int) -> dict[tuple[object, ...], str]:
 
 
 def _rules(spec: Spec) -> tuple[object, ...]:
-    return spec.expressions, spec.parameters, spec.sink, spec.visible
+    return spec.expressions, spec.parameters, spec.constants, spec.sink, spec.visible

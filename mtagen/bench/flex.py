@@ -14,6 +14,11 @@ from .expressions import name_expression
 
 ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # score, entry, head, query, key
 
+
+def _add_bias_of_keys(bias: Tensor) -> ScoreMod:
+    return lambda s, b, h, i, j: s + bias[b, h, j]
+
+
 # FlexAttention's function by the name of an expression, given the expression's parameter, or the slopes of ALiBi.
 SCORE_MODS: dict[str, Callable[[Tensor], ScoreMod]] = {
     "": lambda x: lambda s, b, h, i, j: s,
@@ -22,7 +27,8 @@ SCORE_MODS: dict[str, Callable[[Tensor], ScoreMod]] = {
     "clipped distance": lambda x: lambda s, b, h, i, j: s + torch.clamp(i - j, max=64) / 8,
     "learned slopes": lambda slopes: lambda s, b, h, i, j: s - slopes[h] * (i - j),
     "table of distances": lambda table: lambda s, b, h, i, j: s + table[h, torch.clamp(i - j, 0, 64)],
-    "bias of keys": lambda bias: lambda s, b, h, i, j: s + bias[b, h, j],
+    "bias of keys": _add_bias_of_keys,
+    "constant bias of keys": _add_bias_of_keys,
     "temperatures": lambda factors: lambda s, b, h, i, j: s * factors[h],
 }
 

@@ -147,9 +147,9 @@ class _Session:
         tensors = contender.arguments(group[0], inputs)
         found: list[_Measured] = []
         for case in group:
-            figures = _attempt(partial(self._time, contender, case, function, tensors, verdict))
+            figures = _attempt(partial(self._time, contender, case, function, tensors, inputs, verdict))
             again = "graph_ms" in figures and contender.lasts
-            found.append((figures, _call(case.pass_name, function, tensors) if again else None))
+            found.append((figures, _call(case.pass_name, function, tensors, inputs) if again else None))
         return found
 
     def _admit(self, contender: Contender, case: Case) -> dict[str, Any]:
@@ -171,6 +171,7 @@ class _Session:
         case: Case,
         function: Callable[..., Any],
         tensors: Sequence[Tensor],
+        inputs: Inputs,
         verdict: dict[str, Any],
     ) -> dict[str, Any]:
         device, on_gpu = self._device, self._device.type == "cuda"
@@ -178,7 +179,7 @@ class _Session:
         most, why = self._slow.get(series, (case.visible_scores, ""))
         if case.visible_scores > most:
             return {"skipped": why}
-        call = _call(case.pass_name, function, tensors)
+        call = _call(case.pass_name, function, tensors, inputs)
         peak = peak_mib(call, device) if on_gpu and "forward" in case.pass_name else None  # which warms it up
         timing = time_call(call, device, self._budget_ms, warmed=peak is not None)
         if timing.median > 1e3 * self._patience:
@@ -239,11 +240,11 @@ def _closeness(comparison: Comparison) -> tuple[bool, float]:
     return not comparison.ok, share
 
 
-def _call(pass_name: str, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Call:
+def _call(pass_name: str, function: Callable[..., Any], tensors: Sequence[Tensor], inputs: Inputs) -> Call:
     """Return a call of one pass, which returns its results."""
     if pass_name in ("forward", "decode"):
         return partial(function, *tensors)
-    tensors = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
+    tensors = [x.detach().requires_grad_(inputs.has_gradient(x)) for x in tensors]
     leaves = [x for x in tensors if x.requires_grad]
 
     def forward() -> tuple[Tensor, ...]:

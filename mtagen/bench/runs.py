@@ -233,7 +233,7 @@ def _place(case: Case) -> tuple[object, ...]:
     spec, sizes, step = case.spec, case.sizes, (*TRAINING_PASSES, "decode").index(case.pass_name)
     kernels = spec.kernel or (0, 0), spec.post_kernel or (0, 0)
     stages = *kernels, spec.mixed_heads or 0, spec.post_mixed_heads or 0
-    data = spec.window, spec.packed, spec.dropout, spec.expressions, spec.parameters, spec.sink
+    data = spec.window, spec.packed, spec.dropout, spec.expressions, spec.parameters, spec.constants, spec.sink
     return spec.head_dim, not case.causal, sizes.nk, sizes.batch, *stages, -sizes.kv_heads, sizes.nq, *data, step
 
 

@@ -25,7 +25,7 @@ from .cuda_masks import cuda_masks_of, hidden, visible
 from .expressions import c_expression, c_place, c_view
 from .host import allocate, codes, launch, options, together
 from .library import linked_cuda
-from .parameters import TileSums, learned, tables
+from .parameters import TileSums, differentiated, learned, tables
 from .printers import c_code, python_code
 from .templates import environment, spaced
 
@@ -72,7 +72,8 @@ def render_host(plan: Plan) -> str:
         "log2e": math.log2(math.e),
         "tables": partial(tables, plan.spec),
         "learned": "".join(f", {name}" for name in learned(plan.spec)),
-        "learned_gradients": "".join(f", d{name}" for name in learned(plan.spec)),
+        "differentiated": ", ".join(differentiated(plan.spec)),
+        "learned_gradients": "".join(f", d{name}" for name in differentiated(plan.spec)),
     }
     cuda = {role: source for tile_pass in plan.tile.values() for role, source in tile_pass.cuda.items()}
     return _environment().get_template("host.py.j2").render(**context, cuda=cuda, version=__version__)

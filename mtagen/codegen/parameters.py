@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..planner.cuda.score import row_factor
-from ..planner.geometry.score import ParameterSum, ScoreStage, View, views_of
+from ..planner.geometry.score import ParameterSum, ScoreStage, View, learned_views, views_of
 from ..spec import Spec
 
 # Triton's functions that compute what the function of scores at each place needs of a head
@@ -16,7 +16,16 @@ _PARTS = {"scores": "_parts_of_scores", "convolved": "_parts_of_convolved", "log
 
 def learned(spec: Spec) -> Sequence[str]:
     """Return the host's names of the factors, the sink and the parameters, in the order of calls."""
-    return (*spec.ranks, *(["sink"] if spec.sink else []), *(view.argument for view in views_of(spec)))
+    return _learned(spec, views_of(spec))
+
+
+def differentiated(spec: Spec) -> Sequence[str]:
+    """Return those of :func:`learned` that have gradients."""
+    return _learned(spec, learned_views(spec))
+
+
+def _learned(spec: Spec, views: Sequence[View]) -> Sequence[str]:
+    return (*spec.ranks, *(["sink"] if spec.sink else []), *(view.argument for view in views))
 
 
 def tables(spec: Spec, pass_name: str) -> str:

@@ -8,7 +8,7 @@ from importlib import resources
 
 import jinja2
 
-from ..planner.geometry.score import views_of
+from ..planner.geometry.score import learned_views, views_of
 from ..spec import DROPOUT_GROUP
 from .host import SCHEDULING, cache_shapes_of, shapes_of
 
@@ -26,7 +26,8 @@ def environment(folder: str) -> jinja2.Environment:
         autoescape=False,
     )
     templates.globals |= {"DROPOUT_GROUP": DROPOUT_GROUP, "functions": functions, "shapes_of": shapes_of}
-    templates.globals |= {"cache_shapes_of": cache_shapes_of, "SCHEDULING": SCHEDULING, "views_of": views_of}
+    templates.globals |= {"cache_shapes_of": cache_shapes_of, "SCHEDULING": SCHEDULING}
+    templates.globals |= {"views_of": views_of, "learned_views": learned_views}
     return templates
 
 

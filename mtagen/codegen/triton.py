@@ -28,7 +28,7 @@ from .host import WIDTH, codes, filled, grouped, options
 from .layout import Batch, layout_of
 from .library import linked_python
 from .masks import masks_of
-from .parameters import LiftSums, learned, parts_call, tables
+from .parameters import LiftSums, differentiated, learned, parts_call, tables
 from .pieces import (
     aligned,
     all_of,
@@ -236,7 +236,8 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "view_address": partial(triton_view, packed=spec.packed),
         "learned": "".join(f", {name}" for name in learned(spec)),
         "tables": partial(tables, spec),
-        "learned_gradients": "".join(f", d{name}" for name in learned(spec)),
+        "differentiated": ", ".join(differentiated(spec)),
+        "learned_gradients": "".join(f", d{name}" for name in differentiated(spec)),
         "sums": LiftSums(stage.sums, spec.packed, keys.total, queries.total),
         "legend": _legend(module),
         "visible": partial(visible, lift.mask),

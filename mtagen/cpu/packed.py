@@ -46,7 +46,7 @@ def backward(
     lse: Tensor,
 ) -> _Results:
     """Compute the gradients of :func:`forward`, in the shapes and dtypes of q, k, v, the weights, the sink and the
-    parameters.
+    parameters; those of integers and constants have no entries.
 
     Args:
         run: computes the backward pass of a batch.
@@ -57,7 +57,9 @@ def backward(
     summed = [*call.weights, *call.learned]
     dq, dk, dv = (torch.zeros_like(x) for x in (call.q, call.k, call.v))
     dtype = torch.promote_types(call.q.dtype, torch.float32)
-    sums = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in summed]
+    have_gradients = spec.have_gradients[3:]
+    shapes = [x.shape if has else (0,) for x, has in zip(summed, have_gradients, strict=True)]
+    sums = [torch.zeros(shape, dtype=dtype, device=x.device) for shape, x in zip(shapes, summed, strict=True)]
     for number, queries, keys in _each(call.documents):
         part_grad_out, part_out = _batch(queries, grad_out, out)
         part_grad_lse, part_lse = (x[None, :, queries] for x in (grad_lse, lse))
@@ -70,8 +72,9 @@ def backward(
             total += part
         described = zip(spec.packed_learned_arguments, sums[weights:], grads[3 + weights :], strict=True)
         for argument, total, part in described:
-            of_document = _learned(argument, total, number, keys)
-            of_document += part
+            if argument.differentiable:
+                of_document = _learned(argument, total, number, keys)
+                of_document += part
     return dq, dk, dv, *(total.to(x.dtype) for total, x in zip(sums, summed, strict=True))
 
 

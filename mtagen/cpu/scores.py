@@ -43,7 +43,8 @@ class Functions:
     Attributes:
         sink: the sink, or None.
         factors: the factors of mixings by name.
-        gradients: of the sink and each parameter, by name.
+        gradients: of the factors, the sink and each parameter, by name. Integers and constants have none: theirs have
+            no entries.
     """
 
     def __init__(self, spec: Spec, learned: list[Tensor], dtype: torch.dtype) -> None:
@@ -55,7 +56,11 @@ class Functions:
         self._parameters = {name: x.to(dtype) for name, x in named.items() if name not in spec.mask_parameters}
         self.sink = self._parameters.pop("sink") if spec.sink else None
         self.factors = {name: self._parameters.pop(name) for name in spec.ranks}
-        self.gradients = {name: torch.zeros(x.shape, dtype=dtype, device=x.device) for name, x in named.items()}
+        shapes = {x.name: named[x.name].shape if x.differentiable else (0,) for x in spec.learned_arguments}
+        self.gradients = {
+            name: torch.zeros(shape, dtype=dtype, device=named[name].device) for name, shape in shapes.items()
+        }
+        self._constants = spec.constants
 
     def value(self, name: str, scores: Tensor, place: Place) -> Tensor:
         """Return the values of scores, in a new tensor unless they are the scores.
@@ -77,6 +82,8 @@ class Functions:
             return gradient
         values = _places(scores, place) | {GRADIENT: gradient}
         for load in function.loads:
+            if load.parameter in self._constants:
+                continue
             terms = evaluate(function.load_backward(load), values, self._parameters).expand_as(scores)
             total = self.gradients[load.parameter]
             indices = indices_of(load, values, total)
@@ -91,7 +98,7 @@ class Functions:
         return evaluate(function.backward, values, self._parameters).expand_as(scores)
 
     def results(self) -> list[Tensor]:
-        """Return the gradients of the sink and the parameters, in their order and dtypes; integers have zeros."""
+        """Return ``gradients`` in the order and the dtypes of the tensors."""
         return [x.to(self._dtypes[name]) for name, x in self.gradients.items()]
 
     def sink_of(self, place: Place) -> Tensor | None:

@@ -23,6 +23,7 @@ from ..expressions.parameters import read_parameters
 from ..ops import flops, library
 from ..ops.attention import AttentionOp, autocast
 from ..ops.checks import check_boundaries, check_call, check_packed, check_slots
+from ..ops.executor import gradients_like
 from ..spec import BATCH, Spec
 from .exchange import Exchange, Part, Transfer, begin, combined, sum_dtype, total
 from .places import Before, of_parts
@@ -675,8 +676,9 @@ def _fake_forward(*arguments: Any) -> list[Tensor]:
 
 def _fake_backward(grad_out: Tensor, *arguments: Any) -> list[Tensor]:
     """Return empty gradients; those of keys and values are contiguous with rows as the first axis."""
-    dq, dk, dv, *dws = library.fake_backward(grad_out, grad_out, *arguments)
     plan = _Plan(*arguments[INPUTS + 1 :])
+    given = (x for x in arguments[:INPUTS] if x is not None)
+    dq, dk, dv, *dws = gradients_like(plan.spec, given)
     return [dq, *(plan.from_rows(plan.new_rows(x, x.shape[plan.dim])) for x in (dk, dv)), *dws]
 
 

@@ -113,8 +113,8 @@ class Case:
         """The same case without window, dropout, packing, pages, expressions and sink, as a baseline
         for their cost.
         """
-        rules: dict[str, Any] = dict.fromkeys((*EXPRESSIONS, "visible")) | {"parameters": (), "sink": False}
-        plain = replace(self.spec, window=(-1, -1), packed=False, dropout=False, page_size=None, **rules)
+        rules: dict[str, Any] = dict.fromkeys((*EXPRESSIONS, "visible")) | {"parameters": (), "constants": ()}
+        plain = replace(self.spec, window=(-1, -1), packed=False, dropout=False, page_size=None, sink=False, **rules)
         return replace(self, spec=plain)
 
     @property

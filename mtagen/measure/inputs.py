@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ class Inputs:
             attention has none.
         parameters: the tensors that expressions read, fp32, and the integers that the mask reads, by name.
         axes: the axes of each parameter, as :class:`mtagen.Spec` names them.
+        without_gradients: the names of the parameters that have no gradient: integers and constants.
         slopes: the largest slope of an expression in each parameter, over visible scores.
     """
 
@@ -42,6 +43,7 @@ class Inputs:
     weights: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
     axes: Mapping[str, str] = field(default_factory=dict)
+    without_gradients: Collection[str] = ()
     slopes: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -53,6 +55,10 @@ class Inputs:
     def arguments(self) -> list[Tensor]:
         """All arguments in the order of a call."""
         return list(self.named.values())
+
+    def has_gradient(self, x: Tensor) -> bool:
+        """Return whether the op has a gradient of one of the arguments."""
+        return all(x is not self.parameters[name] for name in self.without_gradients)
 
     def options(self, named: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the arguments of a call besides q, k and v, given all tensors by name."""
@@ -113,14 +119,18 @@ class Sampler:
         sizes |= {"D": spec.head_dim, "DV": spec.value_head_dim}
         q, k, v = (self._rows(*argument.extents(sizes)) for argument in BATCH)
         weights = {name: self._weight(x, heads) for name, x in spec.weight_arguments.items()}
-        learned = {x.name: self._learned(x, sizes) for x in replace(spec, packed=False).learned_arguments}
+        described = replace(spec, packed=False).learned_arguments
+        learned = {x.name: self._learned(x, sizes) for x in described}
+        without_gradients = [x.name for x in described if not x.differentiable]
         weights |= {name: learned.pop(name) for name in (*spec.ranks, SINK.name) if name in learned}
-        return Inputs(q, k, v, weights, learned, dict(spec.parameters), self._slopes(learned))
+        return Inputs(q, k, v, weights, learned, dict(spec.parameters), without_gradients, self._slopes(learned))
 
     def _slopes(self, parameters: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the largest slope of an expression in each parameter, for scores as large as normal vectors have."""
+        """Return the largest slope of an expression in each parameter with a gradient, for scores as large as normal
+        vectors have.
+        """
         spec, (batch, heads, _, nq, nk) = self.spec, self.sizes
-        slopes = {name: 0.0 for name, x in parameters.items() if x.is_floating_point()}
+        slopes = {x.name: 0.0 for x in spec.learned_arguments if x.role == "parameters" and x.differentiable}
         if not slopes:
             return slopes
         entries, hs, rows, keys = (torch.arange(n, device=self.device) for n in (batch, heads, nq, nk))
@@ -132,7 +142,7 @@ class Sampler:
         seen &= True if spec.right is None else ahead <= spec.right
         seen &= True if spec.left is None else ahead >= -spec.left
         for function in functions_of(spec.expressions, spec.parameters).values():
-            for load in function.loads:
+            for load in (x for x in function.loads if x.parameter in slopes):
                 slope = evaluate(function.load_backward(load), values, parameters).abs()
                 largest = slope.expand(batch, heads, nq, nk)[:, :, seen]
                 slopes[load.parameter] = max(slopes[load.parameter], largest.max().item() if largest.numel() else 0.0)
@@ -168,7 +178,7 @@ class Sampler:
     def _learned(self, argument: Argument, sizes: Mapping[str, int]) -> Tensor:
         """Draw a sink or parameter: normal numbers, or keys for a mask."""
         shape, device = argument.extents(sizes), self.generator.device
-        if not argument.differentiable:
+        if "q" not in argument.dtypes:
             drawn = torch.randint(0, self.sizes.nk + 1, shape, generator=self.generator, device=device)
             return drawn.to(self.device, ARGUMENT_DTYPES[argument.dtypes[-1]])
         drawn = torch.randn(shape, generator=self.generator, device=device).to(self.device)

@@ -102,14 +102,14 @@ def results(
         grad_out: the gradient of out; None: no gradients are computed.
         dtype: dtype to which ``inputs`` are cast; by default they keep their dtype and layout.
     """
-    integers = {name: x for name, x in inputs.named.items() if not x.is_floating_point()}
-    leaves = {
-        name: x.to(dtype or x.dtype).detach().requires_grad_(grad_out is not None)
-        for name, x in inputs.named.items()
-        if name not in integers
+    tensors = {
+        name: x.to(dtype or x.dtype).detach() if x.is_floating_point() else x for name, x in inputs.named.items()
     }
+    leaves = {name: x for name, x in tensors.items() if name not in inputs.without_gradients}
+    for x in leaves.values():
+        x.requires_grad_(grad_out is not None)
     q, k, v, *_ = leaves.values()
-    returned = function(q, k, v, **inputs.options(leaves | integers))
+    returned = function(q, k, v, **inputs.options(tensors))
     out, lse = returned if isinstance(returned, tuple) else (returned, None)
     named = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
     if grad_out is not None:

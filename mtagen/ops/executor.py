@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from ..call import Call, Documents, Step
 from ..dropout import Dropout
 from ..errors import BackendError, explain
 from ..runtime.load import Passes
-from ..spec import Spec
+from ..spec import Argument, Spec
 from . import mask_tables
 from .checks import is_aligned
 from .copies import copied, with_earlier_zeros, without_pages
@@ -82,9 +82,9 @@ class Executor:
             return kernels.forward(q, k, v, *weights, call.scale, *others)
 
     def backward(self, call: Call, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> list[Tensor]:
-        """Return the gradients of q, k, v and each weight, contiguous, in that input's dtype.
+        """Return the gradients of the tensors that a call gives, contiguous, in their dtypes.
 
-        ``grad_lse`` is None if nothing depends on ``lse``.
+        Integers and constants have gradients without entries. ``grad_lse`` is None if nothing depends on ``lse``.
         """
         q, k, v, documents, dropout = call.q, call.k, call.v, call.documents, call.dropout
         kernels = self._kernels_for(q, documents, dropout)
@@ -94,7 +94,7 @@ class Executor:
         weights = call.weights
         learned = call.learned if self.spec.learned_arguments else []
         if _sees_nothing(q, k, documents):
-            grads = [x.new_zeros(x.shape) for x in (q, k, v, *weights, *learned)]
+            grads = [x.zero_() for x in gradients_like(self.spec, (q, k, v, *weights, *learned))]
             # Each row's log-sum-exp is the sink.
             if call.sink is not None and documents is None and grad_lse is not None:
                 at = 3 + len(weights) + len(self.spec.ranks)
@@ -155,29 +155,32 @@ class Executor:
         if not self.spec.learned_arguments:
             return weights
         given = self._learned(call)
-        return weights + [_as_fp32(x.movedim(0, -1) if moved else x) for x, moved, is_read in given if is_read]
+        masks = self.spec.mask_parameters
+        read = ((x, moved) for argument, x, moved in given if argument.name not in masks)
+        return weights + [_as_fp32(x.movedim(0, -1) if moved else x) for x, moved in read]
 
     def _as_callers_take(self, call: Call, grads: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of what :meth:`_as_kernels_take` returns, in the shapes of a call."""
         weights = len(call.weights)
         of_kernels = iter(grads[weights:])
         learned = []
-        for x, moved, is_read in self._learned(call):
-            grad = next(of_kernels) if is_read else x.new_zeros(x.shape)
+        for argument, x, moved in self._learned(call):
+            if not argument.differentiable:
+                learned.append(x.new_empty(0))
+                continue
+            grad = next(of_kernels)
             learned.append(grad.movedim(-1, 0).contiguous() if moved else grad)
         return [*grads[:weights], *learned]
 
-    def _learned(self, call: Call | Step) -> list[tuple[Tensor, bool, bool]]:
-        """Return the factors, the sink and the parameters of a call.
+    def _learned(self, call: Call | Step) -> list[tuple[Argument, Tensor, bool]]:
+        """Return the factors, the sink and the parameters of a call, and whether tokens are their first axis.
 
-        Each comes with whether tokens are its first axis, and whether kernels read it: they read tables
-        in place of what the mask reads.
+        Kernels read tables in place of what the mask reads.
         """
         packed = isinstance(call, Call) and call.cu_seq_q is not None
         arguments = self.spec.packed_learned_arguments if packed else self.spec.learned_arguments
         given = zip(arguments, call.learned, strict=True)
-        masks = self.spec.mask_parameters
-        return [(x, argument.shape[:1] == ("total_k",), argument.name not in masks) for argument, x in given]
+        return [(argument, x, argument.shape[:1] == ("total_k",)) for argument, x in given]
 
     def _is_deterministic(self) -> bool:
         return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
@@ -198,6 +201,11 @@ class Executor:
         if self.kernels is None or (documents is None and dropout is None and page_size is None):
             return self.kernels
         return self.variants(documents is not None, dropout is not None, page_size)
+
+
+def gradients_like(spec: Spec, given: Iterable[Tensor]) -> list[Tensor]:
+    """Return empty gradients of the tensors that a call gives. Those of integers and constants have no entries."""
+    return [x.new_empty(x.shape if has else 0) for x, has in zip(given, spec.have_gradients, strict=True)]
 
 
 def _page_size(block_table: Tensor | None, k: Tensor) -> int | None:

@@ -21,7 +21,7 @@ from ..call import INPUTS, Call, Step, schema_of
 from ..errors import BackendError, InputError, explain
 from . import flops
 from .bypass import is_passed_on
-from .executor import Executor
+from .executor import Executor, gradients_like
 
 _executors: dict[str, Executor] = {}
 
@@ -82,7 +82,8 @@ def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tens
 
 def fake_backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> list[Tensor]:
     """Return empty gradients of q, k, v, the given weights, sink and parameters, for tracing."""
-    return [x.new_empty(x.shape) for x in rest[:INPUTS] if x is not None]
+    call, _ = _call_of(rest)
+    return gradients_like(executor_of(call.key).spec, (x for x in rest[:INPUTS] if x is not None))
 
 
 def _fake_decode(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -153,9 +153,9 @@ def check_learned(spec: Spec, lowering: str, supported: Collection[str] = ()) ->
         raise PlanError(explain("visible", spec.visible, rule, "backend='triton', or backend='torch'"))
     for name, axes in spec.parameters:
         tokens, table = ({*axes.split(",")} & {"i", "j"}, any(axis.isdecimal() for axis in axes.split(",")))
-        if tokens and table and name not in spec.mask_parameters:
+        if tokens and table and name not in (*spec.mask_parameters, *spec.constants):
             rule = "has a table for each token, whose gradients kernels do not sum"
-            legal = "a parameter for each entry, or backend='torch'"
+            legal = "a parameter for each entry, constants=(...), or backend='torch'"
             raise PlanError(explain(f"parameters[{name!r}]", axes, rule, legal))
     for name, axes in spec.parameters if spec.packed else ():
         if name in spec.mask_parameters:

@@ -45,6 +45,17 @@ def test_batch(expression: str, stages: str) -> None:
     assert not failures(*SIZES[: 3 if stages == "plain" else 2], **STAGES[stages], **EXPRESSIONS[expression])
 
 
+@pytest.mark.parametrize("constants", [("c", "d"), ("c", "d", "t")])
+@pytest.mark.parametrize("stages", STAGES)
+def test_constants(stages: str, constants: tuple[str, ...]) -> None:
+    """Parameters without a gradient come before and after others, and may have a table for each token."""
+    options = {
+        "logits": "s * c[h] / 2 + t[b, h, j] + d[h, max(0, min(2, i - j)), i]",
+        "parameters": {"c": "h", "t": "b,h,j", "d": "h,3,i"},
+    }
+    assert not failures(*SIZES[:2], **STAGES[stages], **options, constants=constants)
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("stages", [{"kernel": None}, {"kernel": (3, 5)}], ids=["plain", "a convolution"])
 def test_all_keys_seen(stages: dict[str, Any], target: str) -> None:
@@ -54,9 +65,13 @@ def test_all_keys_seen(stages: dict[str, Any], target: str) -> None:
     assert not failures(Sizes(2, 2, 1, 40, 41), **stages, **options, parameters=parameters, target=target)
 
 
-@pytest.mark.parametrize("name", ["table", "gates", "keys of all heads", "sink"])
+PACKED = {name: EXPRESSIONS[name] for name in ("table", "gates", "keys of all heads", "sink")}
+PACKED["constant gates"] = PACKED["gates"] | {"constants": ("gates",)}
+
+
+@pytest.mark.parametrize("name", PACKED)
 def test_packed_documents(name: str) -> None:
-    op = mtagen.build((3, 5), 16, backend="triton", dtype="fp32", **EXPRESSIONS[name])
+    op = mtagen.build((3, 5), 16, backend="triton", dtype="fp32", **PACKED[name])
     rows = check(op, replace(op.plan.spec, packed=True), torch.device("cpu"), [Sizes(2, 4, 2, 20, 20)])
     assert not [f"{row.sizes} {row.result}" for row in rows if not row.comparison.ok]
 

@@ -46,6 +46,14 @@ READING: dict[str, tuple[str, dict[str, str]]] = {
 SEVERAL = "s * t[h] + table[h, max(0, min(5, i - j + 2))] + u[b, h, i] - u[b, h, j]"
 PARAMETERS = {"t": "h", "table": "h,6", "u": "b,h,j"}
 CASES: dict[str, dict[str, Any]] = {
+    "constants at three places": {
+        **ALL_STAGES,
+        "scores": "s * t[h]",
+        "convolved": "s + u[b, h, i]",
+        "logits": "s + table[h, max(0, min(5, i - j + 2))] - u[b, h, j] + w[h]",
+        "parameters": {**PARAMETERS, "w": "h"},
+        "constants": ("t", "u"),
+    },
     "a cap before the convolution": {"kernel": (6, 11), "scores": CAP},
     "a bias before the convolution": {"kernel": (3, 4), "scores": "s - (i - j) / 8"},
     "a bias before the convolution, by output": {"kernel": (3, 4), "scores": "s - (i - j) / 8 + 1", "mask": "output"},

@@ -234,6 +234,11 @@ class ParameterSum:
         return not any(map(_counts_keys, (self.offset, self.term)))
 
 
+def learned_views(spec: Spec) -> tuple[View, ...]:
+    """Return the parameters of expressions that have gradients, in the order of the request."""
+    return tuple(view for view in views_of(spec) if view.parameter.name not in spec.constants)
+
+
 def views_of(spec: Spec, *places: str) -> tuple[View, ...]:
     """Return the parameters that the functions of scores read at some places, in the order of the request."""
     read = {view for place in places or EXPRESSIONS for view in ScoreStage.of(spec, place).views}
@@ -252,7 +257,7 @@ class ScoreStage:
         modify: the function, an expression in ``SCORE``, ``POSITION``, ``KEY`` and ``HEAD``; the
             identity by default.
         views: the parameters that the function reads, in their order.
-        sums: the gradients of what the function reads.
+        sums: the gradients of what the function reads, except constants.
         place: the option of the request that describes the function.
     """
 
@@ -275,7 +280,9 @@ class ScoreStage:
     @property
     def name(self) -> str:
         """The part of kernel names that tells functions of a place apart; empty for the identity."""
-        read = "".join(f"{view.parameter.name}[{view.parameter.text}]" for view in self.views)
+        summed = {x.view for x in self.sums}
+        constant = {view: "" if view in summed else " constant" for view in self.views}
+        read = "".join(f"{view.parameter.name}[{view.parameter.text}]{constant[view]}" for view in self.views)
         digest = hashlib.sha256(f"{self.modify}{read}".encode()).hexdigest()[:8]
         return "" if self.is_identity else f"{self.place}{digest}"
 
@@ -520,7 +527,8 @@ def _stage(spec: Spec, place: str) -> ScoreStage:
     names = {language.SCORE: SCORE, language.POSITION: POSITION, language.KEY: KEY, language.HEAD: HEAD}
     read = tuple(view for name, view in views.items() if any(load.parameter == name for load in entries))
     modify = expr.xreplace(entries).xreplace(names)
-    found = sorted({entry.xreplace(names) for entry in entries.values()}, key=str)
+    learned = {entry for load, entry in entries.items() if load.parameter not in spec.constants}
+    found = sorted({entry.xreplace(names) for entry in learned}, key=str)
     sums = (_sum_of(modify, f"{place}_sum{number}", entry, read) for number, entry in enumerate(found))
     return ScoreStage(Mask.of(spec), modify, read, tuple(sums), place)
 

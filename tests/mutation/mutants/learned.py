@@ -24,6 +24,22 @@ MUTANTS = (
         ("tests/interpreter/test_lift_parameters.py::test_all_keys_seen",),
     ),
     Mutant(
+        "constants-take-the-gradients-of-others",
+        "mtagen/ops/executor.py",
+        "            if not argument.differentiable:\n",
+        "            if argument.name in self.spec.mask_parameters:\n",
+        "The gradient of a parameter goes to a constant before it.",
+        ("tests/interpreter/test_lift_parameters.py::test_constants",),
+    ),
+    Mutant(
+        "constants-that-are-learned-on-the-cpu",
+        "mtagen/cpu/packed.py",
+        "            if argument.differentiable:\n",
+        '            if argument.role != "parameters":\n',
+        "Packed documents add nothing to the gradients of parameters.",
+        ("tests/test_parameters.py::test_packed_documents",),
+    ),
+    Mutant(
         "sink-of-another-head-in-decode",
         f"{CUDA}/decode_results.j2",
         "x.sink + work.head + pair / work.n_new",
