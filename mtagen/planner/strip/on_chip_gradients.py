@@ -42,7 +42,7 @@ class OnChipGradient(OnChip, StripSource):
     row_warps = 8
     registers = (168, 88)
     tiles_held: ClassVar[int] = 5  # tiles of a head's keys or values in shared memory, for each warp that owns heads
-    buffers: ClassVar[int] = 4  # pairs of buffers: for scores, and for gradients of shares
+    pairs: ClassVar[int] = 4  # pairs of buffers: for scores, and for gradients of shares
     dots: ClassVar[bool] = False  # whether shared memory has what is subtracted from gradients of probabilities
     fits = True
 
@@ -90,10 +90,10 @@ class OnChipGradient(OnChip, StripSource):
         return SharedMap.of(
             (
                 ("TILES", self.tiles_held * tile, 1024),
-                ("SCORES", self.buffers * self.pair, 32),
+                ("SCORES", self.pairs * self.pair, 32),
                 ("SHIFTS", self.rows * NUMBERS, 16),
                 ("DOTS", self.rows * NUMBERS if self.dots else 0, 16),
-                ("BARRIERS", 2 * self.buffers * BARRIER, BARRIER),
+                ("BARRIERS", 2 * self.pairs * BARRIER, BARRIER),
             )
         )
 
@@ -116,7 +116,7 @@ class DeltaKernel(OnChipGradient):
 
     role = "delta"
     tiles_held = 6
-    buffers = 3
+    pairs = 3
     registers = (176, 80)
     template = "heads_delta.cu.j2"
 

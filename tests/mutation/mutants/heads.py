@@ -120,7 +120,7 @@ MUTANTS = (
     Mutant(
         "on-chip-products-before-rows-are-read",
         f"{CUDA}/heads_backward_products.j2",
-        "if (i == 0) barrier_wait(of_pair + READ, t / BUFFERS & 1 ^ 1);",
+        "if (i == 0) barrier_wait(of_pair + READ, t / PAIRS & 1 ^ 1);",
         "",
         "Products of a tile overwrite those of a tile whose rows are not written yet.",
         (f"{ON_CHIP_GRADIENTS}::test_no_races[before and after-0]",),
