@@ -73,6 +73,11 @@ MASKS: dict[str, dict[str, Any]] = {
         "parameters": {"factor": "b", "slopes": "h", "table": "h,10"},
         "sink": True,
     },
+    "constants": {
+        "logits": "s * factor[b] - slopes[h] * (i - j)",
+        "parameters": {"factor": "b", "slopes": "h"},
+        "constants": ("factor",),
+    },
 }
 # Conditions that are no windows. Each is taken with other stages than the next.
 CONDITIONS: dict[str, dict[str, Any]] = {
@@ -88,6 +93,13 @@ CONDITIONS: dict[str, dict[str, Any]] = {
         "logits": "s - slopes[h] * (i - j)",
         "parameters": {"slopes": "h"},
         "sink": True,
+    },
+    "and a constant": {
+        "causal": False,
+        "visible": "(j <= i) | (j < prefix[b])",
+        "logits": "s * factor[h] * slopes[h]",
+        "parameters": {"prefix": "b", "factor": "h", "slopes": "h"},
+        "constants": ("factor",),
     },
 }
 LENGTHS = ([37], [5, 20, 12], [1, 0, 3, 17, 2, 9, 0], [30, 1, 1, 5])  # of documents
@@ -158,7 +170,7 @@ def random(spec: Spec, batch: int, kv_heads: int, length: int, device: str = "cp
 
 def results(function: Callable[..., Tensor], inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor]:
     """The output, and the gradients of the inputs by their names."""
-    leaves = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in inputs.named.items()}
+    leaves = {name: x.detach().requires_grad_(inputs.has_gradient(x)) for name, x in inputs.named.items()}
     q, k, v, *_ = leaves.values()
     out = function(q, k, v, **inputs.options(leaves))
     out.backward(grad_out)
