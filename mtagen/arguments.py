@@ -195,8 +195,7 @@ def check_learned(
         factors: those that were passed, by name.
 
     Raises:
-        InputError: a tensor is missing, was not asked for, or has another shape, dtype or device; or it requires a
-            gradient that the op does not have.
+        InputError: a tensor is missing, was not asked for, or has another shape, dtype or device.
     """
     if parameters is not None and not isinstance(parameters, (Mapping, torch.nn.ParameterDict)):
         raise InputError(explain("parameters", type(parameters).__name__, "must be a mapping", "{name: tensor}"))
@@ -232,10 +231,6 @@ def check_learned(
             raise InputError(explain(f"{name}.dtype", x.dtype, rule, (*dtypes,)))
         if x.device != q.device:
             raise InputError(explain(f"{name}.device", x.device, "must be on q's device", q.device))
-        if x.requires_grad and not argument.differentiable and torch.is_grad_enabled():
-            rule = f"the op has no gradient of it, because it was built with {argument.name!r} in constants"
-            legal = "its detach(), or an op without that constant"
-            raise InputError(explain(f"{name}.requires_grad", True, rule, legal))
         entries = sizes["B"] if argument.shape[:1] == ("B",) else 1
         if argument.dtypes == CHECKED_INTEGERS and x.numel() >= 2**31 * entries:
             rule = "has more numbers than kernels count in 32 bits"

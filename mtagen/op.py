@@ -91,8 +91,8 @@ def build(
             tensors. Axes are ``b`` (batch entries), ``h`` (heads of queries), ``i`` or ``j``
             (tokens) and numbers (the entries of a table): ``{"slopes": "h", "table": "h,65"}``. Those
             of ``visible`` may count blocks of tokens, too: ``{"blocks": "b,i//64,j//64"}``.
-        constants: names of parameters that need no gradient, such as a bias that hides padding. Backward
-            passes do not sum one.
+        constants: names of parameters that need no gradient. The backward pass does not compute their
+            gradients.
         sink: adds a learned logit per head to the softmax's denominator; each call passes ``sink``,
             shape (H,).
         value_head_dim: DV, default D.

@@ -96,8 +96,8 @@ class Argument(NamedTuple):
 
 def _extent(symbol: str, sizes: Mapping[str, int]) -> int:
     name, _, divisor = symbol.removeprefix("ceil(").removesuffix(")").partition("/")
-    blocks, rest = divmod(sizes[name], int(divisor or 1))
-    return blocks + (symbol.startswith("ceil(") and rest > 0)
+    size, parts = sizes[name], int(divisor or 1)  # torch.compile's sizes may be symbols, which have no divmod
+    return -(-size // parts) if symbol.startswith("ceil(") else size // parts
 
 
 # Queries, keys and values of a batch, of packed documents, and of a step of decoding, whose Nq counts the earlier
@@ -191,8 +191,8 @@ class Spec:
             without mixing ``convolved`` joins ``logits``, so that equal operators are equal.
         parameters: the tensors that expressions and ``visible`` read, and the axes of each:
             ``{"table": "h,65"}``. The field is pairs of name and axes.
-        constants: names of parameters of expressions of which the op has no gradient, and computes none. Those of
-            ``visible`` never have one, and are left out of the field.
+        constants: names of the parameters that need no gradient. The backward pass does not compute their gradients.
+            Parameters of ``visible`` are integers and never have gradients, so the field leaves them out.
         visible: which keys a query sees within causality and window, a condition in i, j, b and parameters of
             integers: ``(j <= i) | (j < prefix[b])``. A text or a function; the field is a text in
             canonical form, or None if the window says the same.
@@ -275,12 +275,12 @@ class Spec:
         """Return the parameters of expressions that have no gradient, sorted.
 
         Raises:
-            SpecError: they are no names of parameters.
+            SpecError: ``constants`` is not a tuple or list, or names something that is no parameter.
         """
         given, known = self.constants, [name for name, _ in self.parameters]
         if not isinstance(given, (tuple, list)) or any(name not in known for name in given):
             legal = f"names among {known}" if known else "(), because there are no parameters"
-            raise SpecError(explain("constants", given, "must be a sequence of names of parameters", legal))
+            raise SpecError(explain("constants", given, "must be a tuple or list of names of parameters", legal))
         return tuple(sorted({*given} - self.mask_parameters))
 
     def _ranks(self, name: str, given: Any) -> tuple[int, int] | None:

@@ -49,7 +49,8 @@ def random(spec: Spec, lengths: Lengths, heads: int, kv_heads: int) -> tuple[Inp
     sizes = {"H": heads, "total_k": total_k, "documents": len(lengths)}
     learned = {x.name: torch.randn(x.extents(sizes), generator=generator) for x in spec.packed_learned_arguments}
     weights |= {"sink": learned.pop("sink")} if spec.sink else {}
-    return Inputs(q, k, v, weights, learned, dict(spec.parameters)), grad_out
+    without_gradients = [x.name for x in spec.packed_learned_arguments if not x.differentiable]
+    return Inputs(q, k, v, weights, learned, dict(spec.parameters), without_gradients), grad_out
 
 
 def op(

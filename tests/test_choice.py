@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -317,4 +318,7 @@ def test_tables_of_tokens_have_no_kernels(stages: Mapping[str, object]) -> None:
     for backend in ("cuda", "triton"):
         with pytest.raises(PlanError, match="whose gradients kernels do not sum"):
             plan(spec, "sm_90a", backend)
+        constant = replace(spec, logits="s + t[b, h, 1, j]", parameters=(("t", "b,h,3,j"),), constants=("t",))
+        with pytest.raises(PlanError, match="kernels read none of packed documents"):
+            plan(replace(constant, packed=True), "sm_90a", backend)
     assert plan(spec, "cpu", "torch")["backward"].lowering == "tiled ops"

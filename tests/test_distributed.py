@@ -300,9 +300,9 @@ def test_selective_checkpoint_saves_the_op(ranks: Ranks) -> None:
     assert ranks.run(2, select_op) == [[6, 4], [6, 4]]
 
 
-def compile_op(group: ProcessGroup, packed: bool) -> int:
+def compile_op(group: ProcessGroup, packed: bool, stages: dict[str, Any] = EVERYTHING) -> int:
     """How many graphs several lengths take."""
-    cp = ContextParallel(built(EVERYTHING), group)
+    cp = ContextParallel(built(stages), group)
     call, counter = cp.varlen if packed else cp, CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda *qkv, **others: call(*qkv, **others), fullgraph=True, backend=counter)
     for length in range(45, 55):
@@ -319,6 +319,12 @@ def compile_op(group: ProcessGroup, packed: bool) -> int:
 def test_compile(ranks: Ranks, packed: bool) -> None:
     """One graph is of the first length; of others the number of this rank's rows may stay the same, or not."""
     assert set(ranks.run(2, compile_op, packed)) <= {2, 3}
+
+
+@pytest.mark.parametrize("name", ["prefix", "and a constant"])
+def test_compile_conditions(ranks: Ranks, name: str) -> None:
+    """Calls add what is before their places to the parameters."""
+    assert set(ranks.run(2, compile_op, False, CONDITIONS[name])) <= {2, 3}
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -41,6 +41,12 @@ TRAINED = [
 ]
 OF_PAIRS = {"logits": "s / 2 + bias[h, i, j] * (i - j) / 8", "parameters": {"bias": "h,i,j"}}
 OF_DOCUMENTS = {**problems.READ, "sink": True, "packed": True}
+CONSTANTS_OF_DOCUMENTS: dict[str, Any] = {
+    "logits": "s + c[b] * (i - j) / 8 + table[h, max(0, min(8, i - j))] - gates[b, h, j] + u[b, h, i]",
+    "parameters": {"c": "b", "gates": "b,h,j", "table": "h,9", "u": "b,h,i"},
+    "constants": ("c", "gates"),
+    "packed": True,
+}
 ADDED: dict[str, Any] = {
     "logits": "s + d[h, 1, i] * (i - j) / 8 + c[h, max(0, min(8, i - j))] + t[b, h, j]",
     "parameters": {"c": "h,9", "d": "h,2,i", "t": "b,h,j"},
@@ -54,7 +60,7 @@ CONSTANTS = [
 ]
 UNFUSED = [
     ("s * t[h]", {"t": "h"}, "the gradient of t depends on scores"),
-    ("tanh(s) + t[h]", {"t": "h"}, "the slope of the function depends on scores"),
+    ("tanh(s) + t[h]", {"t": "h"}, "the slope of the function is no number"),
     ("s + t[h, i] * (i - j)", {"t": "h,i"}, "t has an entry for each query"),
     ("s + t[h, min(4, j)]", {"t": "h,5"}, "the entry of t depends on more than i - j"),
 ]
@@ -91,7 +97,7 @@ def test_training(target: str, spec: Spec, folder: Path) -> None:
 
 @pytest.mark.parametrize(("target", "spec"), CONSTANTS, ids=case_id)
 def test_constants(target: str, spec: Spec, folder: Path) -> None:
-    """Parameters without a gradient come before and after others. Kernels have no sums for those of "a" and "d"."""
+    """Parameters without a gradient come before and after others. Kernels have no sums for their gradients."""
     op = op_of(spec, target, folder, 1)
     assert not failures(op, spec, torch.device("cpu"), SIZES[:2])
     summed = {x.view.parameter.name for x in score_function(spec).sums}
@@ -145,10 +151,17 @@ def test_dropout(folder: Path) -> None:
     assert not problems.failures_through_lse(op, spec, problems.random(spec, SIZES[0]), 0.3)
 
 
-@pytest.mark.parametrize(("target", "kernel"), [("sm_90a", (6, 11)), ("sm_80", (1, 1))], ids=str)
-def test_documents(target: str, kernel: tuple[int, int], folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("target", "spec"),
+    [
+        ("sm_90a", Spec((6, 11), 64, **OF_DOCUMENTS)),
+        ("sm_80", Spec((1, 1), 64, **OF_DOCUMENTS)),
+        ("sm_90a", Spec((3, 3), 32, **CONSTANTS_OF_DOCUMENTS)),
+    ],
+    ids=case_id,
+)
+def test_documents(target: str, spec: Spec, folder: Path) -> None:
     """A document without keys has its sink. Rows behind the last document have no gradient, though they hold NaN."""
-    spec = Spec(kernel, 64, **OF_DOCUMENTS)
     host = {name: host_of(spec, target, folder, name) for name in ("forward", "backward")}
     lengths = [(133, 60), (0, 3), (9, 0), (20, 21)]
     assert not documents.failures(host, spec, lengths, 2, 1)

@@ -20,7 +20,7 @@ def learned(spec: Spec) -> Sequence[str]:
 
 
 def differentiated(spec: Spec) -> Sequence[str]:
-    """Return those of :func:`learned` that have gradients."""
+    """Return the host's names of the learned tensors that have gradients, in the order of calls."""
     return _learned(spec, learned_views(spec))
 
 

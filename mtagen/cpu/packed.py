@@ -46,7 +46,7 @@ def backward(
     lse: Tensor,
 ) -> _Results:
     """Compute the gradients of :func:`forward`, in the shapes and dtypes of q, k, v, the weights, the sink and the
-    parameters; those of integers and constants have no entries.
+    parameters; of shape (0,) for integers and constants.
 
     Args:
         run: computes the backward pass of a batch.

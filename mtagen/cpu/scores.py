@@ -43,24 +43,17 @@ class Functions:
     Attributes:
         sink: the sink, or None.
         factors: the factors of mixings by name.
-        gradients: of the factors, the sink and each parameter, by name. Integers and constants have none: theirs have
-            no entries.
+        gradients: of the factors, the sink and the parameters, by name, except integers and constants.
     """
 
     def __init__(self, spec: Spec, learned: list[Tensor], dtype: torch.dtype) -> None:
         named = named_learned(spec, learned)
-        self._functions, self._dtypes = (
-            functions_of(spec.expressions, spec.parameters),
-            {name: x.dtype for name, x in named.items()},
-        )
+        self._functions, self._given = functions_of(spec.expressions, spec.parameters), named
         self._parameters = {name: x.to(dtype) for name, x in named.items() if name not in spec.mask_parameters}
         self.sink = self._parameters.pop("sink") if spec.sink else None
         self.factors = {name: self._parameters.pop(name) for name in spec.ranks}
-        shapes = {x.name: named[x.name].shape if x.differentiable else (0,) for x in spec.learned_arguments}
-        self.gradients = {
-            name: torch.zeros(shape, dtype=dtype, device=named[name].device) for name, shape in shapes.items()
-        }
-        self._constants = spec.constants
+        differentiable = [argument.name for argument in spec.learned_arguments if argument.differentiable]
+        self.gradients = {name: torch.zeros_like(named[name], dtype=dtype) for name in differentiable}
 
     def value(self, name: str, scores: Tensor, place: Place) -> Tensor:
         """Return the values of scores, in a new tensor unless they are the scores.
@@ -82,7 +75,7 @@ class Functions:
             return gradient
         values = _places(scores, place) | {GRADIENT: gradient}
         for load in function.loads:
-            if load.parameter in self._constants:
+            if load.parameter not in self.gradients:
                 continue
             terms = evaluate(function.load_backward(load), values, self._parameters).expand_as(scores)
             total = self.gradients[load.parameter]
@@ -98,8 +91,9 @@ class Functions:
         return evaluate(function.backward, values, self._parameters).expand_as(scores)
 
     def results(self) -> list[Tensor]:
-        """Return ``gradients`` in the order and the dtypes of the tensors."""
-        return [x.to(self._dtypes[name]) for name, x in self.gradients.items()]
+        """Return ``gradients`` in the order and the dtypes of the tensors; of shape (0,) for those that have none."""
+        has = self.gradients
+        return [has[name].to(x.dtype) if name in has else x.new_empty(0) for name, x in self._given.items()]
 
     def sink_of(self, place: Place) -> Tensor | None:
         """Return the sink's logit of each plane, ``[G, 1, 1]``, or None."""

@@ -22,7 +22,7 @@ from ..expressions.language import is_of_distance, names_in
 from ..expressions.parameters import read_parameters
 from ..ops import flops, library
 from ..ops.attention import AttentionOp, autocast
-from ..ops.checks import check_boundaries, check_call, check_packed, check_slots
+from ..ops.checks import check_boundaries, check_call, check_constants, check_packed, check_slots
 from ..ops.executor import gradients_like
 from ..spec import BATCH, Spec
 from .exchange import Exchange, Part, Transfer, begin, combined, sum_dtype, total
@@ -677,8 +677,9 @@ def _fake_forward(*arguments: Any) -> list[Tensor]:
 def _fake_backward(grad_out: Tensor, *arguments: Any) -> list[Tensor]:
     """Return empty gradients; those of keys and values are contiguous with rows as the first axis."""
     plan = _Plan(*arguments[INPUTS + 1 :])
-    given = (x for x in arguments[:INPUTS] if x is not None)
-    dq, dk, dv, *dws = gradients_like(plan.spec, given)
+    given = [x for x in arguments[:INPUTS] if x is not None]
+    have_gradients = plan.spec.have_gradients[: len(given)]  # and not what a call adds to places, which comes last
+    dq, dk, dv, *dws = gradients_like(given, have_gradients)
     return [dq, *(plan.from_rows(plan.new_rows(x, x.shape[plan.dim])) for x in (dk, dv)), *dws]
 
 
@@ -702,7 +703,9 @@ class _Differentiable(library.Recorded):
         """Run the op and save its results; all but the first, the outputs, are for the backward
         pass only.
         """
-        results, plan = run(*arguments), _Plan(*arguments[INPUTS:])
+        plan = _Plan(*arguments[INPUTS:])
+        check_constants(plan.spec, arguments[:INPUTS])
+        results = run(*arguments)
         ctx.plan, ctx.given = plan._replace(cu_seqlens=None), len(given)
         ctx.save_for_backward(*arguments[:INPUTS], plan.cu_seqlens, *results)
         ctx.mark_non_differentiable(*results[1:])

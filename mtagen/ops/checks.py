@@ -286,6 +286,27 @@ def check_slots(
     return slots + [None] * (len(NO_LEARNED) - len(slots))
 
 
+def check_constants(spec: Spec, inputs: Sequence[Tensor | None]) -> None:
+    """Check that no constant requires a gradient.
+
+    Args:
+        spec: the op.
+        inputs: the tensors of a call, in the order of :class:`mtagen.call.Call`.
+
+    Raises:
+        InputError: one does.
+    """
+    if not spec.constants:
+        return
+    given = (x for x in inputs[-len(NO_LEARNED) :] if x is not None)
+    for argument, x in zip(spec.learned_arguments, given, strict=False):  # ranks have more arguments than a call gives
+        if argument.name in spec.constants and x.requires_grad:
+            told = f"parameters[{argument.name!r}]"
+            rule = "the op computes no gradient for it, because it was built with this name in constants"
+            legal = f"{told}.detach(), or an op without this constant"
+            raise InputError(explain(f"{told}.requires_grad", True, rule, legal))
+
+
 def _checked_weight(spec: Spec, queries: tuple[str, Tensor], name: str, weight: Tensor | None) -> Tensor:
     """Check a weight that the spec needs or the caller passed, and return it in its shape."""
     if name not in spec.weight_names:

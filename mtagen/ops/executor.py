@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +84,7 @@ class Executor:
     def backward(self, call: Call, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> list[Tensor]:
         """Return the gradients of the tensors that a call gives, contiguous, in their dtypes.
 
-        Integers and constants have gradients without entries. ``grad_lse`` is None if nothing depends on ``lse``.
+        Those of integers and constants have the shape (0,). ``grad_lse`` is None if nothing depends on ``lse``.
         """
         q, k, v, documents, dropout = call.q, call.k, call.v, call.documents, call.dropout
         kernels = self._kernels_for(q, documents, dropout)
@@ -94,7 +94,7 @@ class Executor:
         weights = call.weights
         learned = call.learned if self.spec.learned_arguments else []
         if _sees_nothing(q, k, documents):
-            grads = [x.zero_() for x in gradients_like(self.spec, (q, k, v, *weights, *learned))]
+            grads = [x.zero_() for x in gradients_like((q, k, v, *weights, *learned), self.spec.have_gradients)]
             # Each row's log-sum-exp is the sink.
             if call.sink is not None and documents is None and grad_lse is not None:
                 at = 3 + len(weights) + len(self.spec.ranks)
@@ -173,7 +173,7 @@ class Executor:
         return [*grads[:weights], *learned]
 
     def _learned(self, call: Call | Step) -> list[tuple[Argument, Tensor, bool]]:
-        """Return the factors, the sink and the parameters of a call, and whether tokens are their first axis.
+        """Return the factors, the sink and the parameters: description, tensor, and whether tokens are its first axis.
 
         Kernels read tables in place of what the mask reads.
         """
@@ -203,9 +203,9 @@ class Executor:
         return self.variants(documents is not None, dropout is not None, page_size)
 
 
-def gradients_like(spec: Spec, given: Iterable[Tensor]) -> list[Tensor]:
-    """Return empty gradients of the tensors that a call gives. Those of integers and constants have no entries."""
-    return [x.new_empty(x.shape if has else 0) for x, has in zip(given, spec.have_gradients, strict=True)]
+def gradients_like(given: Sequence[Tensor], have_gradients: Sequence[bool]) -> list[Tensor]:
+    """Return uninitialised gradients of the tensors that a call gives; of shape (0,) for those that have none."""
+    return [x.new_empty(x.shape if has else 0) for x, has in zip(given, have_gradients, strict=True)]
 
 
 def _page_size(block_table: Tensor | None, k: Tensor) -> int | None:

@@ -21,6 +21,7 @@ from ..call import INPUTS, Call, Step, schema_of
 from ..errors import BackendError, InputError, explain
 from . import flops
 from .bypass import is_passed_on
+from .checks import check_constants
 from .executor import Executor, gradients_like
 
 _executors: dict[str, Executor] = {}
@@ -81,9 +82,10 @@ def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tens
 
 
 def fake_backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> list[Tensor]:
-    """Return empty gradients of q, k, v, the given weights, sink and parameters, for tracing."""
+    """Return empty gradients of the tensors that are given, for tracing."""
     call, _ = _call_of(rest)
-    return gradients_like(executor_of(call.key).spec, (x for x in rest[:INPUTS] if x is not None))
+    given = [x for x in rest[:INPUTS] if x is not None]
+    return gradients_like(given, executor_of(call.key).spec.have_gradients)
 
 
 def _fake_decode(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -131,8 +133,10 @@ class _Differentiable(Recorded):
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], arguments: Sequence[Any], *given: Tensor) -> tuple[Tensor, ...]:
+        call = Call(*arguments)
+        check_constants(executor_of(call.key).spec, arguments[:INPUTS])
         results: tuple[Tensor, ...] = run(*arguments)
-        tensors, ctx.others = Call(*arguments).split()
+        tensors, ctx.others = call.split()
         ctx.given = len(given)
         ctx.save_for_backward(*results, *tensors)
         ctx.set_materialize_grads(False)  # kernels need no zeros for results that nothing depends on

@@ -153,18 +153,19 @@ def check_learned(spec: Spec, lowering: str, supported: Collection[str] = ()) ->
         raise PlanError(explain("visible", spec.visible, rule, "backend='triton', or backend='torch'"))
     for name, axes in spec.parameters:
         tokens, table = ({*axes.split(",")} & {"i", "j"}, any(axis.isdecimal() for axis in axes.split(",")))
-        if tokens and table and name not in (*spec.mask_parameters, *spec.constants):
-            rule = "has a table for each token, whose gradients kernels do not sum"
-            legal = "a parameter for each entry, constants=(...), or backend='torch'"
+        if tokens and table and (spec.packed or name not in spec.constants) and name not in spec.mask_parameters:
+            why = "and kernels read none of packed documents" if spec.packed else "whose gradients kernels do not sum"
+            rule = f"has a table for each token, {why}"
+            legal = "a parameter for each entry, constants=(...) for batches, or backend='torch'"
             raise PlanError(explain(f"parameters[{name!r}]", axes, rule, legal))
     for name, axes in spec.parameters if spec.packed else ():
         if name in spec.mask_parameters:
             if {"i", "j"} & {*axes.split(",")}:
                 rule = "counts tokens, and kernels have no masks of such parameters of packed documents"
                 raise PlanError(explain(f"parameters[{name!r}]", axes, rule, "axes without i, or backend='torch'"))
-        elif "b" in axes.split(",") and not {"i", "j"} & {*axes.split(",")}:
+        elif "b" in axes.split(",") and not {"i", "j"} & {*axes.split(",")} and name not in spec.constants:
             rule = "has a number for each document, whose gradients kernels do not sum"
-            legal = "axes of tokens besides b, axes without b, or backend='torch'"
+            legal = "axes of tokens besides b, axes without b, constants=(...), or backend='torch'"
             raise PlanError(explain(f"parameters[{name!r}]", axes, rule, legal))
 
 

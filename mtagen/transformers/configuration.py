@@ -53,6 +53,7 @@ LAYER_OPTIONS = (
 _ELSEWHERE = {
     "attention_bias": "no biases in attention",
     "attention_dropout": "dropout=...",
+    "constants": "parameters of the layer, after requires_grad_(False)",
     "rope_parameters": "rope_theta=..., frequency_scaling={'factor': ...}",
     "rope_scaling": "frequency_scaling={'factor': ...}",
     "sliding_window": "window=(keys before its own, -1)",

@@ -66,7 +66,11 @@ def test_all_keys_seen(stages: dict[str, Any], target: str) -> None:
 
 
 PACKED = {name: EXPRESSIONS[name] for name in ("table", "gates", "keys of all heads", "sink")}
-PACKED["constant gates"] = PACKED["gates"] | {"constants": ("gates",)}
+PACKED["constants"] = {
+    "logits": "s * c[b] + gates[b, h, i] - gates[b, h, j] + t[h]",
+    "parameters": {"c": "b", "gates": "b,h,i", "t": "h"},
+    "constants": ("c", "gates"),
+}
 
 
 @pytest.mark.parametrize("name", PACKED)
