@@ -59,6 +59,9 @@ def op(
     """The host functions of both passes as a differentiable op: (q, k, v, weights by name) -> (out, lse)."""
     call_options = (spec.head_dim**-0.5, *documents, *(dropout or ()))
 
+    # A single tap is an operand, too.
+    have_gradients = (True,) * (not spec.weight_names) + spec.have_gradients
+
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(context: Any, *operands: Tensor) -> Any:
@@ -68,8 +71,9 @@ def op(
 
         @staticmethod
         def backward(context: Any, grad_out: Tensor, grad_lse: Tensor) -> Any:
-            grads = grad_out.contiguous(), grad_lse.contiguous()
-            return host["backward"](*grads, *context.saved_tensors, *call_options)
+            given = grad_out.contiguous(), grad_lse.contiguous()
+            grads = iter(host["backward"](*given, *context.saved_tensors, *call_options))
+            return tuple(next(grads) if has else None for has in have_gradients)
 
     of_tokens = {name for name, axes in spec.parameters if {"i", "j"} & set(axes.split(","))}
 
