@@ -60,7 +60,7 @@ CONSTANTS = [
 ]
 UNFUSED = [
     ("s * t[h]", {"t": "h"}, "the gradient of t depends on scores"),
-    ("tanh(s) + t[h]", {"t": "h"}, "the slope of the function is no number"),
+    ("tanh(s) + t[h]", {"t": "h"}, "the slope of the function is not a fixed number"),
     ("s + t[h, i] * (i - j)", {"t": "h,i"}, "t has an entry for each query"),
     ("s + t[h, min(4, j)]", {"t": "h,5"}, "the entry of t depends on more than i - j"),
 ]

@@ -224,6 +224,8 @@ def test_constants_that_are_refused() -> None:
         problem.op(**problem.call)
     with torch.no_grad():
         problem.op(**problem.call)
+    k, v, parameters = (problem.call[name] for name in ("k", "v", "parameters"))
+    problem.op.decode(problem.call["q"][:, :, -1:], k, v, parameters=parameters)  # it has no gradients at all
 
 
 def test_parameters_of_masks_are_no_constants() -> None:

@@ -123,14 +123,15 @@ class Sampler:
         learned = {x.name: self._learned(x, sizes) for x in described}
         without_gradients = [x.name for x in described if not x.differentiable]
         weights |= {name: learned.pop(name) for name in (*spec.ranks, SINK.name) if name in learned}
-        return Inputs(q, k, v, weights, learned, dict(spec.parameters), without_gradients, self._slopes(learned))
+        slopes = self._slopes(learned, without_gradients)
+        return Inputs(q, k, v, weights, learned, dict(spec.parameters), without_gradients, slopes)
 
-    def _slopes(self, parameters: Mapping[str, Tensor]) -> dict[str, float]:
+    def _slopes(self, parameters: Mapping[str, Tensor], without_gradients: Collection[str]) -> dict[str, float]:
         """Return the largest slope of an expression in each parameter with a gradient, for scores as large as normal
         vectors have.
         """
         spec, (batch, heads, _, nq, nk) = self.spec, self.sizes
-        slopes = {x.name: 0.0 for x in spec.learned_arguments if x.role == "parameters" and x.differentiable}
+        slopes = dict.fromkeys((name for name in parameters if name not in without_gradients), 0.0)
         if not slopes:
             return slopes
         entries, hs, rows, keys = (torch.arange(n, device=self.device) for n in (batch, heads, nq, nk))

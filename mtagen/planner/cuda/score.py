@@ -65,7 +65,7 @@ def why_not_summed(spec: Spec) -> str:
     try:
         tile_sums(stage)
     except ValueError:
-        return "the slope of the function is no number, and gradients of parameters need it"
+        return "the slope of the function is not a fixed number, and gradients of parameters need one"
     return ""
 
 
