@@ -281,6 +281,8 @@ class Spec:
         if not isinstance(given, (tuple, list)) or any(name not in known for name in given):
             legal = f"names among {known}" if known else "(), because there are no parameters"
             raise SpecError(explain("constants", given, "must be a tuple or list of names of parameters", legal))
+        if not given:
+            return ()  # torch.compile traces mtagen.reference, and cannot enter the lock of a cached property
         return tuple(sorted({*given} - self.mask_parameters))
 
     def _ranks(self, name: str, given: Any) -> tuple[int, int] | None:

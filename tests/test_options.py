@@ -43,15 +43,18 @@ def test_reference() -> None:
 
 
 def test_command_line() -> None:
-    """Options of the command line that are no numbers are text, and each parameter is an option of its own."""
-    assert set(defaults(cli._spec, post_kernel="none")) == set(DEFAULTS) - {"parameters"}
+    """Options of the command line that are no numbers are text; each parameter and constant is an option of its own."""
+    assert set(defaults(cli._spec, post_kernel="none")) == set(DEFAULTS) - {"parameters", "constants"}
     assert set(defaults(cli.tune, post_kernel="none")) <= set(DEFAULTS)
 
 
 def test_layer() -> None:
-    """Its values have the head dim of its keys. Its dtype is that of parameters, and its dropout a probability."""
+    """Its values have the head dim of its keys. Its dtype is that of parameters, and its dropout a probability.
+
+    Callers freeze what it holds by requires_grad_.
+    """
     others = {"kernel": (6, 11), "head_dim": None, "dtype": None, "dropout": 0.0, "parameters": None}
-    assert set(defaults(MultiTokenAttention, **others)) == {*OPTIONS, "dropout"} - {"value_head_dim"}
+    assert set(defaults(MultiTokenAttention, **others)) == {*OPTIONS, "dropout"} - {"value_head_dim", "constants"}
 
 
 def test_decoders() -> None:
