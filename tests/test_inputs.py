@@ -650,6 +650,7 @@ WRONG_VALUES = {
     "logits": NO_EXPRESSION,
     "visible": NO_EXPRESSION,
     "parameters": (3, "slopes", [3], {"slopes": "h"}, {3: "h"}, {"s": "h"}, {"for": ""}, {"tanh": "h"}),
+    "constants": (*STRANGE, None, True, 3, "slopes", ["slopes"], (3,), [ARRAY], {"slopes"}),
     "sink": (*NOT_A_BOOL, None),
     "backend": (*NOT_TEXT, None, "", "gpu"),
     "target": (*NOT_TEXT, "", "h100", (9, 0), mtagen.TARGETS["sm_90a"]),

@@ -265,6 +265,7 @@ def test_what_is_found_is_not_for_another_spec() -> None:
         "logits": "3 * tanh(s)",
         "visible": "j < 9",
         "parameters": (("slopes", "h"),),
+        "constants": ("slopes",),
         "sink": True,
         "packed": True,
         "dropout": True,
@@ -273,6 +274,7 @@ def test_what_is_found_is_not_for_another_spec() -> None:
     assert set(others) == {field.name for field in fields(Spec)}
     needed: dict[str, dict[str, object]] = {
         "parameters": {"logits": "s + slopes[h]"},
+        "constants": {"logits": "s + slopes[h]", "parameters": (("slopes", "h"),)},
         "dynamic_ranks": {"mixed_heads": 4},
         "post_dynamic_ranks": {"post_mixed_heads": 2},
     }
