@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -244,8 +245,7 @@ def test_what_is_found_is_kept() -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_what_is_found_is_not_for_another_spec() -> None:
-    """Whatever field differs."""
-    tuned.remember(SPEC, TARGET, Table(TUNED))
+    """Whatever field differs, if it alone does."""
     others = {
         "kernel": (6, 9),
         "head_dim": 32,
@@ -264,23 +264,26 @@ def test_what_is_found_is_not_for_another_spec() -> None:
         "convolved": "2 * tanh(s)",
         "logits": "3 * tanh(s)",
         "visible": "j < 9",
-        "parameters": (("slopes", "h"),),
-        "constants": ("slopes",),
+        "parameters": (("table", "h,3"),),
+        "constants": ("table",),
         "sink": True,
         "packed": True,
         "dropout": True,
         "page_size": 16,
     }
     assert set(others) == {field.name for field in fields(Spec)}
-    needed: dict[str, dict[str, object]] = {
-        "parameters": {"logits": "s + slopes[h]"},
-        "constants": {"logits": "s + slopes[h]", "parameters": (("slopes", "h"),)},
+    reading = {"logits": "s + table[h, 1]", "parameters": (("table", "h,2"),)}
+    needed: dict[str, dict[str, Any]] = {
+        "parameters": reading,
+        "constants": reading,
         "dynamic_ranks": {"mixed_heads": 4},
         "post_dynamic_ranks": {"post_mixed_heads": 2},
     }
     for name, value in others.items():
-        assert tuned.remembered(SPEC, TARGET) == Table(TUNED)
-        assert tuned.remembered(replace(SPEC, **{name: value}, **needed.get(name, {})), TARGET) is None, name
+        spec = replace(SPEC, **needed.get(name, {}))
+        tuned.remember(spec, TARGET, Table(TUNED))
+        assert tuned.remembered(spec, TARGET) == Table(TUNED)
+        assert tuned.remembered(replace(spec, **{name: value}), TARGET) is None, name
 
 
 @pytest.mark.usefixtures("gpu")

@@ -92,8 +92,8 @@ class Functions:
 
     def results(self) -> list[Tensor]:
         """Return ``gradients`` in the order and the dtypes of the tensors; of shape (0,) for those that have none."""
-        has = self.gradients
-        return [has[name].to(x.dtype) if name in has else x.new_empty(0) for name, x in self._given.items()]
+        sums = self.gradients
+        return [sums[name].to(x.dtype) if name in sums else x.new_empty(0) for name, x in self._given.items()]
 
     def sink_of(self, place: Place) -> Tensor | None:
         """Return the sink's logit of each plane, ``[G, 1, 1]``, or None."""
