@@ -685,7 +685,7 @@ class Rows:
             for i, (name, m) in enumerate(spec.mixed.items())
         }
         self.scores = eighths(*shape, seed=4, largest=32).where(self.seen, GARBAGE)
-        self.mixed = self.mix("head_weight", self.scores)
+        self.mixed = self.mix("head_weight", self.scores) + self.added()
         self.lse = torch.logsumexp(self.mixed.masked_fill(~self.seen, -torch.inf), -1)
         self.probabilities = (self.mixed - self.lse[..., None]).exp().where(self.seen, 0)
 
@@ -698,7 +698,11 @@ class Rows:
         made = torch.einsum("gio,sgirj->sgorj" if transposed else "goi,sgirj->sgorj", weight, grouped)
         return made.reshape(x.shape)
 
-    def run(self, role: str, folder: Path, seed: int = 0, *, checked: bool = False, **tensors: Tensor) -> None:
+    def added(self) -> Tensor:
+        """What the softmax takes besides mixed scores."""
+        return torch.zeros(())
+
+    def run(self, role: str, folder: Path, seed: int = 0, *, checked: bool = False, **tensors: Any) -> None:
         """Run the kernel of a role."""
         weights = {name: x.float() for name, x in self.weights.items()}
         source = source_of(self.spec, f"decode_{role}" if self.strip.lengths else role)
@@ -836,6 +840,42 @@ def assert_softmax_backward(rows: Rows, folder: Path, seed: int = 0) -> None:
         rows.assert_sums(made["post_mix_partial"], g, p, g.abs(), stages.heads)
 
 
+class RowsOfConstants(Rows):
+    """Rows whose softmax takes a number of each key and head besides, and less for far keys."""
+
+    FIRST_KEY = 3  # of a document among all keys
+
+    def __init__(self, spec: Spec, strip: Strip) -> None:
+        self.tokens = strip.keys + 7
+        self.slopes = torch.rand(strip.heads, generator=torch.Generator().manual_seed(7))
+        entries = (1 if spec.packed else strip.b0 + strip.sequences, strip.heads, self.tokens)
+        self.gates = torch.rand(entries, generator=torch.Generator().manual_seed(8))
+        super().__init__(spec, strip)
+
+    def added(self) -> Tensor:
+        strip = self.strip
+        begin, b0 = (self.FIRST_KEY, 0) if self.spec.packed else (0, strip.b0)
+        distances = strip.first + strip.off + torch.arange(strip.count)[:, None] - torch.arange(strip.keys)
+        gates = self.gates[b0 : b0 + strip.sequences, :, begin : begin + strip.keys].double()
+        added = gates[:, :, None] - self.slopes.double()[:, None, None] * distances / 16
+        return added.reshape(strip.slots, strip.count, strip.keys)
+
+    def run(self, role: str, folder: Path, seed: int = 0, *, checked: bool = False, **tensors: Any) -> None:
+        constants = {"parameter_slopes": self.slopes, "parameter_gates": self.gates, "tokens": self.tokens}
+        if self.spec.packed:  # one document: its number, its row, its queries and the first one, and so for keys
+            strip = self.strip
+            record = (0, 0, strip.count, strip.first, strip.keys, self.FIRST_KEY)
+            constants |= {"documents": torch.tensor(record, dtype=torch.int32), "place0": 0}
+        super().run(role, folder, seed, checked=checked, **(constants | tensors))
+
+
+OF_CONSTANTS: dict[str, Any] = {
+    "logits": "s - slopes[h] * (i - j) / 16 + gates[b, h, j]",
+    "parameters": {"slopes": "h", "gates": "b,h,j"},
+    "constants": ("slopes", "gates"),
+}
+
+
 @every_mixture
 def test_softmax(heads: int, spec: Spec, folder: Path) -> None:
     for seed, strip in enumerate(row_strips(heads)):
@@ -846,6 +886,19 @@ def test_softmax(heads: int, spec: Spec, folder: Path) -> None:
 def test_softmax_backward(heads: int, spec: Spec, folder: Path) -> None:
     for seed, strip in enumerate(row_strips(heads)):
         assert_softmax_backward(Rows(spec, strip), folder, seed)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("options", [{"mixed_heads": 4, "post_mixed_heads": 4}, {"post_kernel": (2, 3)}], ids=str)
+def test_softmax_of_constants(options: dict[str, Any], packed: bool, folder: Path) -> None:
+    """CUDA's backward kernel has no sums of parameters' gradients. It reads constants."""
+    spec = Spec(None, 64, packed=packed, **options, **OF_CONSTANTS)
+    with pytest.raises(KeyError):
+        source_of(replace(spec, constants=("slopes",)), "softmax_backward")
+    strips = (Strip(8, 5, 300, first=2, off=293),) if packed else row_strips(8)
+    for seed, strip in enumerate(strips):
+        assert_softmax(RowsOfConstants(spec, strip), folder, seed)
+        assert_softmax_backward(RowsOfConstants(spec, strip), folder, seed)
 
 
 def test_softmax_backward_after_another_rounding(folder: Path) -> None:
