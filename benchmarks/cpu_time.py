@@ -2,7 +2,8 @@
 
 ``python benchmarks/cpu_time.py --help`` prints the options. ``cpu us`` is what the CPU takes to issue a call
 to an idle GPU, in the median of all bursts; ``us`` is the time of a call by events; ``graph us`` is that of a
-CUDA graph of the call. A ratio of 1 means that the CPU costs nothing.
+CUDA graph of the call. A ratio of 1 means that the CPU costs nothing. PyTorch runs backward passes in a thread of its
+own for each GPU. ``in the calling thread`` is a pass without it (``torch.autograd.set_multithreading_enabled(False)``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,8 +56,19 @@ def calls(
     inputs, others = leaves(), leaves()  # a graph is not captured of tensors that another stream's graph has
     yield "forward", torch.no_grad()(lambda: forward(inputs))
     out = forward(inputs)
-    yield "backward", lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)
-    yield "forward+backward", lambda: torch.autograd.grad(forward(others), others, grad)
+    passes = {
+        "backward": lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True),
+        "forward+backward": lambda: torch.autograd.grad(forward(others), others, grad),
+    }
+    yield from passes.items()
+    for name, call in passes.items():
+        yield f"{name} in the calling thread", partial(in_calling_thread, call)
+
+
+def in_calling_thread(call: Callable[[], object]) -> None:
+    """Call a function whose backward pass gets no thread of its own."""
+    with torch.autograd.set_multithreading_enabled(False):
+        call()
 
 
 def measure(call: Callable[[], object], in_graph: bool) -> dict[str, float]:
@@ -81,7 +94,8 @@ def main(
     results = []
     for name in pipeline or PIPELINES:
         for pass_name, call in calls(PIPELINES[name], batch, n, head_dim, torch.bfloat16):
-            row = measure(call, in_graph=pass_name != "backward")  # its launches go to the forward pass's stream
+            # The launches of a backward pass alone go to the forward pass's stream, which is not captured.
+            row = measure(call, in_graph=pass_name in ("forward", "forward+backward"))
             results.append({"pipeline": name, "pass": pass_name} | row)
             cells = [f"{row[column]:.{2 if column == 'ratio' else 0}f}" if column in row else "" for column in COLUMNS]
             table.add_row(name, pass_name, *cells)
