@@ -699,7 +699,7 @@ class Rows:
         return made.reshape(x.shape)
 
     def added(self) -> Tensor:
-        """What the softmax takes besides mixed scores."""
+        """Terms that are added to mixed scores before the softmax."""
         return torch.zeros(())
 
     def run(self, role: str, folder: Path, seed: int = 0, *, checked: bool = False, **tensors: Any) -> None:
@@ -841,7 +841,7 @@ def assert_softmax_backward(rows: Rows, folder: Path, seed: int = 0) -> None:
 
 
 class RowsOfConstants(Rows):
-    """Rows whose softmax takes a number of each key and head besides, and less for far keys."""
+    """Rows whose logits add a constant of each head and key, and subtract a slope times the distance."""
 
     FIRST_KEY = 3  # of a document among all keys
 
@@ -862,7 +862,9 @@ class RowsOfConstants(Rows):
 
     def run(self, role: str, folder: Path, seed: int = 0, *, checked: bool = False, **tensors: Any) -> None:
         constants = {"parameter_slopes": self.slopes, "parameter_gates": self.gates, "tokens": self.tokens}
-        if self.spec.packed:  # one document: its number, its row, its queries and the first one, and so for keys
+        if (
+            self.spec.packed
+        ):  # a document: its number, its row, its number of queries, its first query, the same of keys
             strip = self.strip
             record = (0, 0, strip.count, strip.first, strip.keys, self.FIRST_KEY)
             constants |= {"documents": torch.tensor(record, dtype=torch.int32), "place0": 0}

@@ -245,7 +245,7 @@ def test_what_is_found_is_kept() -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_what_is_found_is_not_for_another_spec() -> None:
-    """Whatever field differs, if it alone does."""
+    """A spec that differs in one field, whichever it is, has no table."""
     others = {
         "kernel": (6, 9),
         "head_dim": 32,

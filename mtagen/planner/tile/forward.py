@@ -168,6 +168,14 @@ class TileForward(TilePass):
         return self.adds_places_apart and score_function(self.spec).rest == SCORE
 
     @property
+    def keeps_warp_uniform(self) -> bool:
+        """Whether the warp's position and the addresses of its barriers take uniform registers.
+
+        The terms that places add leave too few other registers. Kernels without such terms were up to 2.5 % slower so.
+        """
+        return self.adds_places_apart
+
+    @property
     def counts_exponents(self) -> bool:  # type: ignore[override]
         """Whether a restart begins with exponents of 2, instead of scores.
 
