@@ -105,12 +105,16 @@ def _judge_packed(op: Op, spec: Spec, inputs: Inputs, grad_out: Tensor) -> dict[
     def packed(x: Tensor, lengths: list[int]) -> Tensor:
         return x.transpose(1, 2).flatten(0, 1).repeat(2, 1, 1)[: sum(lengths)]
 
+    def repeated(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        numel = math.prod(shape)
+        return x.flatten().repeat(math.ceil(numel / x.numel()))[:numel].view(shape)
+
     sizes = {"documents": len(all_q), "H": heads, "total_k": sum(all_k)}
-    shapes = {x.name: x.extents(sizes) for x in spec.learned_arguments if x.name in inputs.parameters}
     # The same numbers as those of the batch, repeated.
     parameters = {
-        name: inputs.parameters[name].flatten().repeat(math.prod(shape))[: math.prod(shape)].view(shape)
-        for name, shape in shapes.items()
+        x.name: repeated(inputs.parameters[x.name], x.extents(sizes))
+        for x in spec.learned_arguments
+        if x.name in inputs.parameters
     }
     documents = replace(
         inputs, q=packed(inputs.q, all_q), k=packed(inputs.k, all_k), v=packed(inputs.v, all_k), parameters=parameters
