@@ -575,8 +575,8 @@ class _Plan(NamedTuple):
 
 
 def _forward(*arguments: Any) -> list[Tensor]:
-    """Return this rank's outputs, and for the backward pass the queries before each chunk and the
-    log-sum-exps.
+    """Return this rank's outputs, and for the backward pass the queries before each chunk and what
+    each call returns besides outputs.
 
     Queries before a chunk have rows as their first axis. Every rank takes part in every exchange,
     even with nothing to compute.
@@ -601,9 +601,9 @@ def _forward(*arguments: Any) -> list[Tensor]:
             used.append(taken)
         lanes.join()
         return [
-            plan.fill_chunks([out for out, _ in results], q.new_empty(*q.shape[:-1], v.shape[-1])),
+            plan.fill_chunks([out for out, *_ in results], q.new_empty(*q.shape[:-1], v.shape[-1])),
             *(contexts if plan.spec.context else ()),
-            *(lse.clone() for _, lse in results),
+            *(x.clone() for _, *saved in results for x in saved),
         ]
 
 
@@ -620,23 +620,26 @@ def _backward(grad_out: Tensor, *arguments: Any) -> list[Tensor]:
     (q, k, v, *weights), (out, *saved), plan = arguments[:INPUTS], arguments[INPUTS], _Plan(*arguments[INPUTS + 1 :])
     given = [weight for weight in weights if weight is not None]
     steps, keys, values = plan.steps, plan.region_tensors(k), plan.region_tensors(v)
-    lses, contexts = saved[-len(steps) :], saved[: -len(steps)] or [None] * len(steps)
+    contexts = saved[: len(steps)] if plan.spec.context else [None] * len(steps)
+    of_calls = saved[len(steps) if plan.spec.context else 0 :]  # log-sum-exps, and what else the forward calls kept
+    lses, *kept = (of_calls[i :: len(of_calls) // len(steps)] for i in range(len(of_calls) // len(steps)))
     transfers = list(zip(plan.send(keys), plan.send(values), strict=True))
     for number in range(len(steps)):  # no variable refers to a transfer, which would keep its tensors alive
         begin(transfers[number], plan.process_group, q.device)
     rows = [  # while keys and values travel
-        (*(plan.extended(x, step).contiguous() for x in (grad_out, out)), plan.extended(q, step, context))
+        (plan.extended(grad_out, step).contiguous(), plan.extended(q, step, context))
         for step, context in zip(steps, contexts, strict=True)
     ]
+    outs = kept[0] if kept else [plan.extended(out, step).contiguous() for step in steps]
     dqs, dks, dvs, dws = [], [], [], []
     for step, lse in zip(steps, lses, strict=True):
         transfers.pop(0)[0].wait()
-        grads, outs, queries = rows.pop(0)
+        grads, queries = rows.pop(0)
         dq, dk, dv, *dw = library.backward(
             plan.of_call(step.call, (queries, *(plan.call_keys(x.pop(0), step) for x in (keys, values)), *weights)),
             grads,
             torch.zeros_like(lse),
-            outs,
+            outs.pop(0),
             lse,
         )
         dqs.append(dq)
@@ -668,10 +671,15 @@ def _backward(grad_out: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def _fake_forward(*arguments: Any) -> list[Tensor]:
-    (q, k, v, *_), plan = arguments[:INPUTS], _Plan(*arguments[INPUTS:])
-    (out, lse), others = library.fake_forward(q, k, v), plan.rows_first(q).shape[1:]
-    contexts = [q.new_empty(call.context.count, *others) for call in plan.calls if plan.spec.context]
-    return [out, *contexts, *(lse.new_empty(*lse.shape[:-1], call.queries.count) for call in plan.calls)]
+    (q, *others), plan = arguments[:INPUTS], _Plan(*arguments[INPUTS:])
+    boundaries = plan.cu_seqlens, plan.cu_seqlens
+    contexts, saved = [], []
+    for call in plan.calls:
+        if plan.spec.context:
+            contexts.append(q.new_empty(call.context.count, *plan.rows_first(q).shape[1:]))
+        queries = q.new_empty(*q.shape[: plan.dim], call.queries.count, *q.shape[plan.dim + 1 :])
+        saved += library.fake_forward(queries, *others, plan.scale, plan.key, *boundaries)[1:]
+    return [library.fake_forward(q, *others, plan.scale, plan.key, *boundaries)[0], *contexts, *saved]
 
 
 def _fake_backward(grad_out: Tensor, *arguments: Any) -> list[Tensor]:

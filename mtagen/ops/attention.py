@@ -248,10 +248,10 @@ class AttentionOp:
         weights += check_slots(self._spec, q, k, sink, parameters, factors=factors)
         scale = resolve_scale(scale, self._spec.head_dim)
         if dropout_p == 0 and dropout_seed is None:
-            out, lse = library.run("forward", q, k, v, *weights, scale, self._key)
+            out, lse, *_ = library.run("forward", q, k, v, *weights, scale, self._key)
         else:
             dropout = None, None, 0, 0, self._seed(q, dropout_p, dropout_seed), float(dropout_p)  # no documents
-            out, lse = library.run("forward", q, k, v, *weights, scale, self._key, *dropout)
+            out, lse, *_ = library.run("forward", q, k, v, *weights, scale, self._key, *dropout)
         return (out, lse) if return_lse else out
 
     @overload
@@ -352,7 +352,7 @@ class AttentionOp:
         seed = None if dropout_p == 0 and dropout_seed is None else self._seed(q, dropout_p, dropout_seed)
         scale = resolve_scale(scale, self._spec.head_dim)
         documents = cu_seq_q, cu_seq_k, max_q, max_k
-        out, lse = library.run("forward", q, k, v, *weights, scale, self._key, *documents, seed, float(dropout_p))
+        out, lse, *_ = library.run("forward", q, k, v, *weights, scale, self._key, *documents, seed, float(dropout_p))
         return (out, lse) if return_lse else out
 
     def identity_weights(

@@ -54,8 +54,8 @@ class Executor:
     deterministic: bool | None = None
     variants: Callable[[bool, bool, int | None], Passes] = plain_only
 
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Return out (B, H, Nq, DV) in q.dtype and lse (B, H, Nq) in fp32 (fp64 for fp64).
+    def forward(self, call: Call) -> tuple[Tensor, ...]:
+        """Return out (B, H, Nq, DV) in q.dtype and lse (B, H, Nq) in fp32 (fp64 for fp64), then what :meth:`kept` says.
 
         With packed documents q, k and v are (total, heads, dim), out is (total_q, H, DV) and lse
         (H, total_q).
@@ -72,7 +72,7 @@ class Executor:
             return cpu.forward(self.spec, call)
         if _sees_nothing(q, k, documents):
             rows = q.shape[:3] if documents is None else (q.shape[1], q.shape[0])
-            return _with_sink(call, *_empty_result(q, q.shape[:-1], rows, v))
+            return *_with_sink(call, *_empty_result(q, q.shape[:-1], rows, v)), *self.kept(call)
         with on_device_of(q):
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
             weights = self._as_kernels_take(call) + mask_tables.of_call(self.spec, call, "forward", kernels.tables)
@@ -81,10 +81,20 @@ class Executor:
             others = (*_as_passed(documents), *pages, *_as_passed(dropout))
             return kernels.forward(q, k, v, *weights, call.scale, *others)
 
+    def kept(self, call: Call) -> list[Tensor]:
+        """Return uninitialised tensors like those that the forward pass keeps for the backward pass besides results.
+
+        They are at most one: the outputs of unmixed probabilities, see :class:`.runtime.load.Passes`.
+        """
+        kernels = self._kernels_for(call.q, call.documents, call.dropout, _page_size(call.block_table, call.k))
+        columns = 0 if kernels is None else kernels.unmixed_columns
+        return [call.q.new_empty(*call.q.shape[:-1], columns)] if columns else []
+
     def backward(self, call: Call, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> list[Tensor]:
         """Return the gradients of the tensors that a call gives, contiguous, in their dtypes.
 
         Those of integers and constants have the shape (0,). ``grad_lse`` is None if nothing depends on ``lse``.
+        ``out`` is what the forward pass has kept, if it has kept something.
         """
         q, k, v, documents, dropout = call.q, call.k, call.v, call.documents, call.dropout
         kernels = self._kernels_for(q, documents, dropout)

@@ -50,9 +50,9 @@ def executor_of(key: str) -> Executor:
         raise BackendError(explain("key", key, rule, "call mtagen.build(...) with the same arguments first")) from None
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _forward(*arguments: Any) -> list[Tensor]:
     call = Call(*arguments)
-    return executor_of(call.key).forward(call)
+    return [*executor_of(call.key).forward(call)]
 
 
 def _backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> list[Tensor]:
@@ -74,11 +74,16 @@ def _stats_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return an empty output and empty log-sum-exps, for tracing."""
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+def fake_forward(*arguments: Any) -> list[Tensor]:
+    """Return empty results of a call, for tracing: outputs, log-sum-exps, and what the backward pass reads besides."""
+    call = Call(*arguments)
+    q = call.q
     rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])  # with packed documents, heads come first
-    return out, q.new_empty(rows, dtype=_stats_dtype(q))
+    return [_outputs_of(call), q.new_empty(rows, dtype=_stats_dtype(q)), *executor_of(call.key).kept(call)]
+
+
+def _outputs_of(call: Call) -> Tensor:
+    return call.q.new_empty(*call.q.shape[:-1], call.v.shape[-1])
 
 
 def fake_backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> list[Tensor]:
@@ -131,24 +136,28 @@ class Recorded(torch.autograd.Function):
 class _Differentiable(Recorded):
     """The op's forward pass, which saves the tensors that its backward pass needs."""
 
+    returns = list
+
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], arguments: Sequence[Any], *given: Tensor) -> tuple[Tensor, ...]:
         call = Call(*arguments)
         check_constants(executor_of(call.key).spec, arguments[:INPUTS])
-        results: tuple[Tensor, ...] = run(*arguments)
+        out, lse, *kept = results = tuple(run(*arguments))
         tensors, ctx.others = call.split()
         ctx.given = len(given)
-        ctx.save_for_backward(*results, *tensors)
+        ctx.save_for_backward(kept[0] if kept else out, lse, *tensors)
+        if kept:
+            ctx.mark_non_differentiable(*kept)
         ctx.set_materialize_grads(False)  # kernels need no zeros for results that nothing depends on
         return results
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         out, lse = saved[:2]
         call = Call.joined(saved[2:], ctx.others)
         if grad_out is None:
-            grad_out = torch.zeros_like(out)
+            grad_out = _outputs_of(call).zero_()
         # run() would ask the same of more arguments, and make a call of them again.
         if (
             torch.is_grad_enabled()
@@ -348,7 +357,7 @@ _CALL = schema_of(Call)
 register_op(
     "forward",
     _CALL,
-    "(Tensor, Tensor)",
+    "Tensor[]",
     _forward,
     fake_forward,
     _Differentiable,

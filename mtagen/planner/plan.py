@@ -108,6 +108,11 @@ class Plan:
         return {role: source for plan in passes for role, source in plan.cuda.items()}
 
     @property
+    def unmixed_columns(self) -> int:
+        """Columns of the unmixed outputs that the forward pass keeps for the backward pass; 0 if it keeps none."""
+        return self.strip["backward"].unmixed_columns if "backward" in self.strip else 0
+
+    @property
     def triton(self) -> tuple[str, ...]:
         """The passes whose host functions and at least some kernels are in a Triton module."""
         return (*self.lift, *self.strip)

@@ -155,7 +155,9 @@ def exercise(plan: Plan, module: ModuleType, device: torch.device, pass_name: st
     if pass_name == "forward":
         module.forward(q, k, v, *weights, *map(zeros, tables), 1.0, *others)
     if pass_name == "backward":
-        module.backward(out, lse, q, k, v, *weights, *map(zeros, tables), out, lse, 1.0, *others)
+        columns = plan.unmixed_columns
+        kept = q.new_zeros(*q.shape[:-1], columns) if columns else out
+        module.backward(out, lse, q, k, v, *weights, *map(zeros, tables), kept, lse, 1.0, *others)
     if pass_name != "decode":
         return
     lengths = torch.ones(1, dtype=torch.int32, device=device)

@@ -33,9 +33,9 @@ class Passes:
     for packed documents take cu_seq_q, cu_seq_k, max_q and max_k; functions with dropout then take the seed and p.
 
     Attributes:
-        forward: (q, k, v, weight, scale) -> (out, lse).
+        forward: (q, k, v, weight, scale) -> (out, lse), and unmixed if there are ``unmixed_columns``.
         backward: (grad_out, grad_lse, q, k, v, weight, out, lse, scale, deterministic=bool) -> (dq, dk, dv, dweight).
-            None stands for a grad_lse of zeros.
+            None stands for a grad_lse of zeros. If there are ``unmixed_columns``, unmixed takes the place of out.
         decode: (q_tail, k_cache, v_cache, weight, scale, cache_seqlens, num_splits) -> (out, lse). With pages it then
             takes block_table and max_k.
         reads_pages: whether forward reads keys and values of packed documents from pages; it then takes block_table
@@ -44,14 +44,17 @@ class Passes:
             do.
         skips_earlier_rows: whether forward does not read queries before a document's start, if hidden scores are
             zeros before the convolution.
+        unmixed_columns: columns of unmixed: (B, H, Nq, columns), the outputs of each head's probabilities with the
+            values of each head of its group, side by side. 0 if forward does not return it.
     """
 
-    forward: Callable[..., tuple[Tensor, Tensor]] | None = None
+    forward: Callable[..., tuple[Tensor, ...]] | None = None
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
     decode: Callable[..., tuple[Tensor, Tensor]] | None = None
     reads_pages: bool = False
     skips_earlier_rows: bool = False
     tables: Mapping[str, Callable[..., Sequence[Tensor]]] = field(default_factory=dict)
+    unmixed_columns: int = 0
 
 
 def available_backends() -> tuple[Backend, ...]:
@@ -83,6 +86,7 @@ def load(plan: Plan, sources: Sources) -> Passes:
         reads_pages=reads_pages,
         skips_earlier_rows=reads_pages and plan["forward"].lowering == "tile",
         tables={} if module is None else {name: getattr(module, f"{name}_tables") for name in sources.hosts},
+        unmixed_columns=plan.unmixed_columns,
     )
 
 

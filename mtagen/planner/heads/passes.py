@@ -31,6 +31,7 @@ from ..names import other_stages
 from ..passes import Fields, PassPlan, describe
 from ..sizes import BATCH, HEADS
 from ..strip.on_chip import CHUNKS, why_not
+from ..strip.passes import StripPass
 from ..strip.row_shared import MAX_HEADS
 from ..strip.stages import Stages
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
@@ -121,6 +122,9 @@ def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[HeadsForw
         raise PlanError(explain("pass", pass_name, "the lowering heads has no kernels for it", "forward"))
     if reason := why_not(spec, target):
         rule = f"the lowering heads has no kernels for it: {reason}"
+        raise PlanError(explain("spec", spec.to_dict(), rule, "the lowering strip"))
+    if StripPass(spec, target.name, "backward", "cuda").unmixed_columns:
+        rule = "the lowering heads makes no unmixed outputs, which its backward pass reads"
         raise PlanError(explain("spec", spec.to_dict(), rule, "the lowering strip"))
     return [HeadsForward(spec, target.name)]
 

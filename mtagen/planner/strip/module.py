@@ -76,6 +76,11 @@ class StripModule:
         return self.has(pass_name) and not self[pass_name].fused
 
     @property
+    def keeps_unmixed(self) -> bool:
+        """Whether the forward pass keeps unmixed outputs for the backward pass."""
+        return self.fuses("forward") and self.fuses("backward")
+
+    @property
     def trains(self) -> bool:
         """Whether the module computes a pass of training by strips."""
         return self.streams("forward") or self.streams("backward")

@@ -64,19 +64,26 @@ class StripPass(PassPlan):
 
     @property
     def sums_again(self) -> bool:  # type: ignore[override]
-        """Whether each row's probabilities are normalised again; fused kernels make the sums again."""
-        return self.pass_name == "backward" and self.stages.normalizes_again
+        """Whether each row's probabilities are normalised again."""
+        return self.pass_name == "backward" and self.stages.normalizes_again and not self.fused
 
     @cached_property
-    def fused(self) -> Mapping[str, TilePass]:
-        """The fused kernels for small groups with values side by side, by role, if they replace the
-        kernels of strips.
+    def fused(self) -> TilePass | None:
+        """The fused kernels for small groups with values side by side, if they replace the kernels of
+        strips.
+
+        Those of a backward pass read what those of the forward pass keep.
         """
-        fused = concatenated(self.pass_name, self.spec, self.target) if self.backend == "cuda" else {}
-        if not fused:
-            return {}
+        fused = concatenated(self.pass_name, self.spec, self.target) if self.backend == "cuda" else None
+        if not fused or (self.pass_name == "backward" and not replace(self, pass_name="forward").fused):
+            return None
         # The two cost models differ, so the fused kernels must be faster than strips that only memory bounds.
-        return fused if _sum_of_costs(fused) < StripPass(self.spec, self.target, self.pass_name).cost else {}
+        return fused if fused.cost < StripPass(self.spec, self.target, self.pass_name).cost else None
+
+    @property
+    def unmixed_columns(self) -> int:
+        """Columns of the unmixed outputs that the pass reads, if it is a backward pass; 0 if it reads none."""
+        return self.fused.spec.value_head_dim if self.pass_name == "backward" and self.fused else 0
 
     @cached_property
     def on_chip(self) -> bool:
@@ -101,7 +108,7 @@ class StripPass(PassPlan):
         if self.backend == "triton":
             return {}
         if self.fused:
-            return self.fused
+            return self.fused.cuda
         if self.on_chip:
             return {kind.role: kind(self.spec, self.target) for kind in KERNELS}
         sources = {source.role: source for source in cuda_sources(self.spec, self.target, self._triton_kernels)}
@@ -110,8 +117,7 @@ class StripPass(PassPlan):
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
         if self.fused:
-            fused = (kernel for source in self.fused.values() for kernel in source.kernels)
-            return (*fused, *around_fused(self.pass_name, self.spec, self.target))
+            return (*self.fused.kernels, *around_fused(self.pass_name, self.spec, self.target))
         kernels = {kernel.role: kernel for kernel in self._triton_kernels}
         return tuple((kernels | {role: source.kernels[0] for role, source in self.cuda.items()}).values())
 
@@ -154,7 +160,7 @@ class StripPass(PassPlan):
     @property
     def cost(self) -> float:
         if self.fused:
-            return _sum_of_costs(self.fused)
+            return self.fused.cost
         spec, target = self.spec, get_target(self.target)
         kernels = {kernel.role: streamed(kernel.role, spec.itemsize, target) for kernel in self._triton_kernels}
         kernels |= {role: source.cost for role, source in self.cuda.items()}
@@ -229,10 +235,6 @@ class StripPass(PassPlan):
                 yield self.pass_name, kernel.role, source.summary
             else:
                 yield self.pass_name, kernel.role, _triton_summary(kernel)
-
-
-def _sum_of_costs(fused: Mapping[str, TilePass]) -> float:
-    return sum(source.cost for source in fused.values())
 
 
 def _triton_summary(kernel: Kernel) -> str:
