@@ -116,6 +116,13 @@ def test_the_shipped_table_leaves_other_specs_to_strips(changed: dict[str, Any])
     assert {one.plan.lowering for one in plan(replace(BOTH, **changed), "sm_90a").passes} == {"strip"}
 
 
+def test_no_heads_before_a_backward_pass_that_reads_unmixed_outputs() -> None:
+    spec = Spec(None, 64, post_mixed_heads=2)
+    with pytest.raises(PlanError, match="no kernels for it: its backward pass reads unmixed outputs"):
+        candidates("forward", spec, get_target("sm_90a"))
+    assert mixed_on_chip(spec)["forward"].lowering == "strip"
+
+
 def test_plan() -> None:
     made = mixed_on_chip(BOTH)
     assert Plan.from_json(made.to_json()) == made

@@ -227,7 +227,8 @@ def test_gradient_sums_load_16_bytes() -> None:
 def test_values_side_by_side(target: str, kernel: tuple[int, int] | None, log: Callable[[], str]) -> None:
     """The fused kernel with values of four heads in a row, and Triton's that mixes what it makes."""
     spec = Spec(kernel, 64, post_mixed_heads=4)
-    fused = StripPass(spec, target, "forward", "cuda").fused["forward"]
+    fused = StripPass(spec, target, "forward", "cuda").fused
+    assert fused
     ((_, used),) = usage_of_cubins(compile_cubin(cuda.render(fused), target, fused.name)).items()
     assert not log()
     assert used.stack <= 32
@@ -242,7 +243,8 @@ def test_gradients_of_values_side_by_side(log: Callable[[], str]) -> None:
     """The fused kernels with values of two heads in a row spill no more than those of one; Triton's do not at all."""
     made = plan(Spec((6, 11), 64, post_mixed_heads=2), "sm_90a", "cuda")
     stacks = []
-    for fused in (plan(Spec((6, 11), 64), "sm_90a", "cuda").tile["backward"], made.strip["backward"].fused["backward"]):
+    for fused in (plan(Spec((6, 11), 64), "sm_90a", "cuda").tile["backward"], made.strip["backward"].fused):
+        assert fused
         used = usage_of_cubins(compile_cubin(cuda.render(fused), "sm_90a", fused.name))
         assert not log()
         stacks.append(used[fused.name].stack)

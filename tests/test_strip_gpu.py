@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +45,8 @@ CASES: dict[str, Case] = {  # heads, head dim, dtype, stages
     "mixing of 10 heads": (10, 128, "bf16", layer(10, None)),
     "convolutions alone": (4, 40, "fp16", {"kernel": (6, 11), "post_kernel": (5, 8)}),
     "groups of 2 after": (16, 128, "fp16", {"kernel": (6, 11), "post_mixed_heads": 2}),
+    "groups of 2 of 64 after": (16, 64, "bf16", {"kernel": (6, 11), "post_mixed_heads": 2}),
+    "groups of 4 of 32 after, all keys": (8, 32, "fp16", {"kernel": None, "post_mixed_heads": 4, "causal": False}),
     "convolution after, all keys": (4, 64, "bf16", {"kernel": None, "post_kernel": (6, 11), "causal": False}),
     "masked by output": (4, 40, "bf16", {**layer(4, (3, 4), 2), "mask": "output", "key_padding": "left"}),
     "a window": (16, 64, "bf16", layer(16) | {"window": (100, -1)}),
@@ -79,7 +82,7 @@ def inputs(spec: Spec, sizes: Sizes) -> dict[str, Tensor]:
     return Sampler.for_timing(spec, sizes, CUDA).inputs().named
 
 
-def train(op: AttentionOp, tensors: dict[str, Tensor]) -> list[Tensor]:
+def train(op: Callable[..., tuple[Tensor, Tensor]], tensors: dict[str, Tensor]) -> list[Tensor]:
     """Out, the log-sum-exp and all gradients, through both."""
     leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
     out, lse = op(**leaves, return_lse=True)
@@ -144,6 +147,16 @@ def test_memory_is_bounded(case: Case, backend: str) -> None:
     returned = sum(x.numel() * x.element_size() for x in results)
     rows = heads * n * max(spec.head_dim, spec.value_head_dim) * 4  # one tensor like q in fp32
     assert peak <= returned + op.plan.strip["backward"].workspace_bytes + 8 * rows + 2**26
+
+
+def test_compiled(backend: str) -> None:
+    """The backward pass reads what the forward pass keeps."""
+    heads, _, _, stages = CASES["groups of 2 of 64 after"]
+    op = mtagen.build(head_dim=64, **stages, backend=backend, deterministic=True)
+    assert (op.plan.unmixed_columns > 0) == (backend == "auto" and op.plan.target == "sm_90a")
+    tensors = inputs(op.plan.spec, Sizes(2, heads, heads // 2, 300, 310))
+    compiled = torch.compile(op, fullgraph=True)
+    assert all(map(torch.equal, train(compiled, tensors), train(op, tensors)))
 
 
 def test_decode_in_a_cuda_graph(backend: str) -> None:

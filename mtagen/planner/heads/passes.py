@@ -120,11 +120,11 @@ def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[HeadsForw
     """
     if pass_name != "forward":
         raise PlanError(explain("pass", pass_name, "the lowering heads has no kernels for it", "forward"))
-    if reason := why_not(spec, target):
+    reason = why_not(spec, target)
+    if not reason and StripPass(spec, target.name, "backward", "cuda").unmixed_columns:
+        reason = "its backward pass reads unmixed outputs"
+    if reason:
         rule = f"the lowering heads has no kernels for it: {reason}"
-        raise PlanError(explain("spec", spec.to_dict(), rule, "the lowering strip"))
-    if StripPass(spec, target.name, "backward", "cuda").unmixed_columns:
-        rule = "the lowering heads makes no unmixed outputs, which its backward pass reads"
         raise PlanError(explain("spec", spec.to_dict(), rule, "the lowering strip"))
     return [HeadsForward(spec, target.name)]
 

@@ -108,7 +108,7 @@ class StripPass(PassPlan):
         if self.backend == "triton":
             return {}
         if self.fused:
-            return self.fused.cuda
+            return {self.pass_name: self.fused}  # without the kernel that adds up splits of the keys
         if self.on_chip:
             return {kind.role: kind(self.spec, self.target) for kind in KERNELS}
         sources = {source.role: source for source in cuda_sources(self.spec, self.target, self._triton_kernels)}
