@@ -36,7 +36,7 @@ from .planner.lift.passes import LiftPass
 from .planner.passes import PASSES, Fields, PassPlan, describe
 from .planner.strip.passes import StripPass
 from .planner.tables import TUNED, Shape, Table, shipped
-from .runtime.load import available_backends, load, load_host
+from .runtime.load import Passes, available_backends, load, load_host
 from .runtime.loaded import intercepted
 from .runtime.precompile import precompile
 from .runtime.tuned import describe_machine, remember
@@ -393,8 +393,12 @@ def _call(passes: Any, name: str, spec: Spec, sizes: Sizes) -> Callable[[], Any]
         return partial(passes.decode, *arguments, scale, None, None)
     if name == "forward":
         return partial(passes.forward, *arguments, scale)
-    out, lse = sampler.outputs(), torch.full((sizes.batch, sizes.heads, sizes.nq), 20.0, device="cuda")
-    return partial(passes.backward, out, torch.zeros_like(lse), *arguments, out, lse, scale, deterministic=False)
+    out = sampler.outputs()
+    lse = out.new_full(out.shape[:-1], 20.0, dtype=torch.float32)
+    # A module that reads unmixed outputs has no decisions to tune.
+    columns = passes.unmixed_columns if isinstance(passes, Passes) else 0
+    kept = out.new_zeros(*out.shape[:-1], columns) if columns else out
+    return partial(passes.backward, out, torch.zeros_like(lse), *arguments, kept, lse, scale, deterministic=False)
 
 
 def _ranks(values: Sequence[float], tolerance: float) -> list[float]:

@@ -63,6 +63,7 @@ CASES = {
         ),
         Case((3, 3), 128, 133, causal=False, heads=10, stages={"mixed_heads": 10, "post_mixed_heads": 2}),
         Case((6, 11), 128, 150, heads=4, group=2, stages={"post_mixed_heads": 2}),
+        Case((6, 11), 64, 150, heads=4, group=2, stages={"post_mixed_heads": 2}),
         Case(None, 64, 130, stages={"post_kernel": (3, 5)}),
     ),
     "heads": (

@@ -12,6 +12,7 @@ import torch
 from calls import call_of
 from test_executor import assert_dense_fp32, assert_rows
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
 
 from mtagen import Spec, cpu, plan
@@ -202,6 +203,23 @@ def test_both_passes_are_told_what_is_dropped(
     assert variants.told == [Told(None, (SEED, P))] * 2
     expected = train(cpu_op(op.plan.spec), batch, dropout_p=P, dropout_seed=seed())
     assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_tracing_builds_no_kernels(kernels: tuple[AttentionOp, Variants], drops: bool) -> None:
+    """Kernels that are built in a first call are built by the call itself."""
+    op, variants = kernels
+    leaves, dropout = operands(op), {"dropout_p": P, "dropout_seed": seed()} if drops else {}
+    documents = Documents(starts(0), starts(1), MAX_Q, MAX_K)
+
+    def traced(graph: torch.fx.GraphModule, given: Any) -> torch.fx.GraphModule:
+        assert not variants.built
+        return graph
+
+    compiled = torch.compile(op.varlen, fullgraph=True, dynamic=True, backend=aot_autograd(fw_compiler=traced))
+    got = train(compiled, leaves, **documents._asdict(), **dropout)
+    assert variants.built == [(True, drops)] * 2
+    assert all(map(torch.equal, got, train(cpu_op(op.plan.spec).varlen, leaves, **documents._asdict(), **dropout)))
 
 
 def test_plain_attention_of_documents_has_no_weight(plain_kernels: tuple[AttentionOp, Variants]) -> None:

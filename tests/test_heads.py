@@ -118,7 +118,7 @@ def test_the_shipped_table_leaves_other_specs_to_strips(changed: dict[str, Any])
 
 def test_no_heads_before_a_backward_pass_that_reads_unmixed_outputs() -> None:
     spec = Spec(None, 64, post_mixed_heads=2)
-    with pytest.raises(PlanError, match="no kernels for it: its backward pass reads unmixed outputs"):
+    with pytest.raises(PlanError, match="no kernels for it: the fused backward pass reads unmixed outputs"):
         candidates("forward", spec, get_target("sm_90a"))
     assert mixed_on_chip(spec)["forward"].lowering == "strip"
 

@@ -384,3 +384,13 @@ def test_contractions_visit_what_they_need(spec: Spec, index: int) -> None:
                         else:
                             assert not interior_begin <= tile < interior_end
                 assert begin <= max(begin, interior_begin) <= max(begin, interior_end) <= max(begin, end)
+
+
+def test_passes_that_round_scores_differently_are_refused() -> None:
+    """A plan of another version may have them: the backward pass would read what no forward pass has made."""
+    spec = Spec((6, 11), 64, post_mixed_heads=2)
+    stored, other = (plan(spec, "sm_90a", backend).to_dict() for backend in ("cuda", "triton"))
+    assert Plan.from_dict(stored).unmixed_columns == 128
+    stored["passes"]["forward"] = other["passes"]["forward"]
+    with pytest.raises(PlanError, match="the forward and the backward pass do not round scores alike"):
+        Plan.from_dict(stored)

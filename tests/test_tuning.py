@@ -18,12 +18,15 @@ from typer.testing import CliRunner
 import mtagen
 from mtagen import BackendError, Plan, PlanError, Spec, plan, tuning
 from mtagen.cli import app
+from mtagen.measure.cases import Sizes
+from mtagen.measure.inputs import Sampler
 from mtagen.planner.choice import COST_MODEL
 from mtagen.planner.lift.decode import DECODE_ROLES
 from mtagen.planner.lift.passes import LiftPass
 from mtagen.planner.passes import PASSES, describe
 from mtagen.planner.tables import SHIPPED, TUNED, Shape, Table, shipped
 from mtagen.runtime import tuned
+from mtagen.runtime.load import Passes
 from mtagen.tuning import Candidate, Timed, Tuning, candidates_of, rank_correlation
 
 SPEC, TARGET = Spec((6, 11), 64), "sm_90a"
@@ -446,3 +449,17 @@ def test_what_was_just_tuned_goes_before_what_is_shipped() -> None:
     )
     (made,) = tuning._plans(SPEC, TARGET, ("cuda",), (Table(TUNED, {key: rival.decisions()[key]}),))
     assert made["forward"] == rival
+
+
+@pytest.mark.parametrize("columns", [0, 128])
+def test_a_backward_pass_is_timed_with_what_it_reads(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """Outputs, or unmixed outputs of two heads side by side."""
+    spec, sizes = Spec((6, 11), 64, post_mixed_heads=2), Sizes(1, 2, 2, 5, 7)
+    read: list[tuple[Any, ...]] = []
+    sampler = Sampler.for_timing(spec, sizes, torch.device("cpu"))
+    monkeypatch.setattr(tuning.Sampler, "for_timing", lambda *_: sampler)
+    passes = Passes(backward=lambda *given, **_: read.append(given), unmixed_columns=columns)
+    tuning._call(passes, "backward", spec, sizes)()
+    grad_out, *_, out, lse, _ = read[0]
+    assert (grad_out.shape, lse.shape) == ((1, 2, 5, 64), (1, 2, 5))
+    assert out.shape == (1, 2, 5, columns or 64)

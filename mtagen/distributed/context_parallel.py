@@ -621,7 +621,9 @@ def _backward(grad_out: Tensor, *arguments: Any) -> list[Tensor]:
     given = [weight for weight in weights if weight is not None]
     steps, keys, values = plan.steps, plan.region_tensors(k), plan.region_tensors(v)
     contexts = saved[: len(steps)] if plan.spec.context else [None] * len(steps)
-    of_calls = saved[len(steps) if plan.spec.context else 0 :]  # log-sum-exps, and what else the forward calls kept
+    of_calls = saved[
+        len(steps) if plan.spec.context else 0 :
+    ]  # of each call the log-sum-exps, then unmixed outputs if there are any
     lses, *kept = (of_calls[i :: len(of_calls) // len(steps)] for i in range(len(of_calls) // len(steps)))
     transfers = list(zip(plan.send(keys), plan.send(values), strict=True))
     for number in range(len(steps)):  # no variable refers to a transfer, which would keep its tensors alive

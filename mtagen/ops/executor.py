@@ -55,10 +55,10 @@ class Executor:
     variants: Callable[[bool, bool, int | None], Passes] = plain_only
 
     def forward(self, call: Call) -> tuple[Tensor, ...]:
-        """Return out (B, H, Nq, DV) in q.dtype and lse (B, H, Nq) in fp32 (fp64 for fp64), then what :meth:`kept` says.
+        """Return out (B, H, Nq, DV) in q.dtype and lse (B, H, Nq) in fp32 (fp64 for fp64).
 
-        With packed documents q, k and v are (total, heads, dim), out is (total_q, H, DV) and lse
-        (H, total_q).
+        Then the tensor follows that :meth:`kept` describes, if any. With packed documents q, k and v are
+        (total, heads, dim), out is (total_q, H, DV) and lse (H, total_q).
         """
         kernels = self._kernels_for(call.q, call.documents, call.dropout, _page_size(call.block_table, call.k))
         if call.block_table is not None:
@@ -82,19 +82,22 @@ class Executor:
             return kernels.forward(q, k, v, *weights, call.scale, *others)
 
     def kept(self, call: Call) -> list[Tensor]:
-        """Return uninitialised tensors like those that the forward pass keeps for the backward pass besides results.
+        """Return an uninitialised tensor like the unmixed outputs that the forward pass returns, in a list.
 
-        They are at most one: the outputs of unmixed probabilities, see :class:`.runtime.load.Passes`.
+        It is empty if the forward pass returns none: always for packed documents and dropout.
+        :class:`.runtime.load.Passes` says what these outputs are. Tracing calls this function, so it builds no kernels.
         """
-        kernels = self._kernels_for(call.q, call.documents, call.dropout, _page_size(call.block_table, call.k))
-        columns = 0 if kernels is None else kernels.unmixed_columns
+        plain = call.cu_seq_q is None and call.dropout_seed is None and call.block_table is None
+        if self.kernels is None or not plain or (call.q.is_cpu and not self.kernels_on_cpu):
+            return []
+        columns = self.kernels.unmixed_columns
         return [call.q.new_empty(*call.q.shape[:-1], columns)] if columns else []
 
     def backward(self, call: Call, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> list[Tensor]:
         """Return the gradients of the tensors that a call gives, contiguous, in their dtypes.
 
         Those of integers and constants have the shape (0,). ``grad_lse`` is None if nothing depends on ``lse``.
-        ``out`` is what the forward pass has kept, if it has kept something.
+        If the forward pass has returned unmixed outputs, ``out`` holds them instead.
         """
         q, k, v, documents, dropout = call.q, call.k, call.v, call.documents, call.dropout
         kernels = self._kernels_for(q, documents, dropout)

@@ -75,7 +75,7 @@ def _stats_dtype(q: Tensor) -> torch.dtype:
 
 
 def fake_forward(*arguments: Any) -> list[Tensor]:
-    """Return empty results of a call, for tracing: outputs, log-sum-exps, and what the backward pass reads besides."""
+    """Return empty results of a call, for tracing: outputs, log-sum-exps, and unmixed outputs if kernels keep them."""
     call = Call(*arguments)
     q = call.q
     rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])  # with packed documents, heads come first

@@ -40,8 +40,7 @@ class PassPlan(ABC):
         target: name of the target.
         pass_name: one of ``PASSES``.
         rounds_as: the lowering whose scores are rounded like those of this pass; empty for its own.
-        sums_again: whether a backward pass normalises each row of P again, or makes its sum again, see
-            :func:`rounds_alike`.
+        sums_again: whether a backward pass normalises each row of P again, see :func:`rounds_alike`.
     """
 
     lowering: str

@@ -25,11 +25,10 @@ from .choice import (
 from .geometry.mask import Mask
 from .geometry.stencil import pipeline_stencil
 from .heads.kernels import HeadsKernel
-from .heads.passes import HeadsForward
+from .heads.passes import HeadsForward, why_not_forward
 from .lift.passes import LiftPass
 from .names import suffix
-from .passes import Fields, PassPlan, describe, passes_of
-from .strip.on_chip import why_not
+from .passes import Fields, PassPlan, describe, passes_of, rounds_alike
 from .strip.passes import StripPass
 from .strip.source import StripSource
 from .tables import Table, shipped
@@ -171,11 +170,17 @@ class Plan:
         """Return the plan that :meth:`to_dict` made ``fields`` from.
 
         Raises:
-            PlanError: this version of mtagen cannot take one of the decisions.
+            PlanError: this version of mtagen cannot take one of the decisions, or this backward pass after this
+                forward pass.
         """
         spec, target = Spec.from_dict(fields["spec"]), fields["target"]
         passes = (PlannedPass.from_dict(name, spec, target, planned) for name, planned in fields["passes"].items())
-        return cls(spec, target, tuple(passes))
+        plan = cls(spec, target, tuple(passes))
+        if {"forward", "backward"} <= fields["passes"].keys() and not rounds_alike(plan["forward"], plan["backward"]):
+            got = tuple(f"{planned.backend} by {planned.plan.lowering}" for planned in plan.passes[:2])
+            rule = "the forward and the backward pass do not round scores alike"
+            raise PlanError(explain("passes", got, rule, "a plan that this version of mtagen makes"))
+        return plan
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""
@@ -209,7 +214,7 @@ class Plan:
         for reason in dict.fromkeys(why_unfused(spec, strip.backend) for strip in self.strip.values()):
             rows += [("choice", "lowering", f"strip: {reason}")] if reason else []
         if spec.mixed and "forward" in self.strip and self.strip["forward"].backend == "cuda":
-            reason = why_not(spec, get_target(self.target)) or "no table names the lowering heads for it"
+            reason = why_not_forward(spec, get_target(self.target)) or "no table names the lowering heads for it"
             rows.append(("choice", "forward lowering", f"strip: {reason}"))
         forward = pipeline_stencil(spec)
         backward = forward.then(forward.adjoint())

@@ -31,6 +31,14 @@ def test_bits(stages: dict[str, Any]) -> None:
     assert_alone_alike(op, given, num_splits=2)
 
 
+def test_compiled_for_any_sizes() -> None:
+    """Pages are as long as a symbol while the call is traced."""
+    op = mtagen.build((3, 4), 16, backend="triton")
+    given = draw(op.plan.spec, REQUESTS, 16, heads=2, kv_heads=1, dtype=torch.float32)
+    compiled = torch.compile(lambda **x: op.paged(**x), fullgraph=True, dynamic=True, backend="aot_eager")
+    assert torch.equal(compiled(**given.arguments), op.paged(**given.arguments))
+
+
 def test_no_keys() -> None:
     """Calls whose requests may have no keys."""
     op = mtagen.build((3, 4), 16, mixed_heads=2, backend="triton")

@@ -1,4 +1,4 @@
-"""Ops whose forward pass keeps unmixed outputs for the backward pass: what PyTorch does around ops finds them, too."""
+"""PyTorch's transforms of ops whose forward pass also returns unmixed outputs, for the backward pass."""
 
 from __future__ import annotations
 

@@ -112,6 +112,12 @@ def key(spec: Spec) -> str:
     return f"lowering forward {shape} {spec.dtype}"
 
 
+def why_not_forward(spec: Spec, target: Target) -> str:
+    """Return the reason why this lowering has no forward pass for a spec; empty if it has one."""
+    reads_unmixed = StripPass(spec, target.name, "backward", "cuda").unmixed_columns
+    return why_not(spec, target) or ("the fused backward pass reads unmixed outputs" if reads_unmixed else "")
+
+
 def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[HeadsForward]:
     """Return the plan of the forward pass.
 
@@ -120,10 +126,7 @@ def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[HeadsForw
     """
     if pass_name != "forward":
         raise PlanError(explain("pass", pass_name, "the lowering heads has no kernels for it", "forward"))
-    reason = why_not(spec, target)
-    if not reason and StripPass(spec, target.name, "backward", "cuda").unmixed_columns:
-        reason = "its backward pass reads unmixed outputs"
-    if reason:
+    if reason := why_not_forward(spec, target):
         rule = f"the lowering heads has no kernels for it: {reason}"
         raise PlanError(explain("spec", spec.to_dict(), rule, "the lowering strip"))
     return [HeadsForward(spec, target.name)]

@@ -72,7 +72,7 @@ class StripPass(PassPlan):
         """The fused kernels for small groups with values side by side, if they replace the kernels of
         strips.
 
-        Those of a backward pass read what those of the forward pass keep.
+        A fused backward pass reads the unmixed outputs of the fused forward pass.
         """
         fused = concatenated(self.pass_name, self.spec, self.target) if self.backend == "cuda" else None
         if not fused or (self.pass_name == "backward" and not replace(self, pass_name="forward").fused):
@@ -108,7 +108,7 @@ class StripPass(PassPlan):
         if self.backend == "triton":
             return {}
         if self.fused:
-            return {self.pass_name: self.fused}  # without the kernel that adds up splits of the keys
+            return {self.pass_name: self.fused}  # a forward pass never splits its keys: no kernel adds up splits
         if self.on_chip:
             return {kind.role: kind(self.spec, self.target) for kind in KERNELS}
         sources = {source.role: source for source in cuda_sources(self.spec, self.target, self._triton_kernels)}
