@@ -95,7 +95,7 @@ def test_schemas() -> None:
         "Tensor? cache_seqlens, float scale, int num_splits, str key, Tensor? block_table=None, SymInt max_k=0",
     )
     expected = {
-        "forward": f"({inputs}, {options}) -> (Tensor, Tensor)",
+        "forward": f"({inputs}, {options}) -> Tensor[]",
         "backward": f"({gradients}, {inputs}, {results}, {options}) -> Tensor[]",
         "decode": f"(Tensor q_tail, {cache}, {weights}, {others}) -> (Tensor, Tensor)",
     }
