@@ -387,7 +387,7 @@ def test_contractions_visit_what_they_need(spec: Spec, index: int) -> None:
 
 
 def test_passes_that_round_scores_differently_are_refused() -> None:
-    """A plan of another version may have them: the backward pass would read what no forward pass has made."""
+    """A plan of another version may have them, and the backward pass would read unmixed outputs that nobody made."""
     spec = Spec((6, 11), 64, post_mixed_heads=2)
     stored, other = (plan(spec, "sm_90a", backend).to_dict() for backend in ("cuda", "triton"))
     assert Plan.from_dict(stored).unmixed_columns == 128

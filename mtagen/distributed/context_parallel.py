@@ -575,8 +575,8 @@ class _Plan(NamedTuple):
 
 
 def _forward(*arguments: Any) -> list[Tensor]:
-    """Return this rank's outputs, and for the backward pass the queries before each chunk and what
-    each call returns besides outputs.
+    """Return this rank's outputs, and for the backward pass the queries before each chunk and the
+    other results of each call.
 
     Queries before a chunk have rows as their first axis. Every rank takes part in every exchange,
     even with nothing to compute.
@@ -620,11 +620,10 @@ def _backward(grad_out: Tensor, *arguments: Any) -> list[Tensor]:
     (q, k, v, *weights), (out, *saved), plan = arguments[:INPUTS], arguments[INPUTS], _Plan(*arguments[INPUTS + 1 :])
     given = [weight for weight in weights if weight is not None]
     steps, keys, values = plan.steps, plan.region_tensors(k), plan.region_tensors(v)
-    contexts = saved[: len(steps)] if plan.spec.context else [None] * len(steps)
-    of_calls = saved[
-        len(steps) if plan.spec.context else 0 :
-    ]  # of each call the log-sum-exps, then unmixed outputs if there are any
-    lses, *kept = (of_calls[i :: len(of_calls) // len(steps)] for i in range(len(of_calls) // len(steps)))
+    own = len(steps) if plan.spec.context else 0
+    contexts, of_calls = saved[:own] or [None] * len(steps), saved[own:]
+    each = len(of_calls) // len(steps)  # a call has log-sum-exps, and maybe unmixed outputs
+    lses, *unmixed = (of_calls[i::each] for i in range(each))
     transfers = list(zip(plan.send(keys), plan.send(values), strict=True))
     for number in range(len(steps)):  # no variable refers to a transfer, which would keep its tensors alive
         begin(transfers[number], plan.process_group, q.device)
@@ -632,7 +631,7 @@ def _backward(grad_out: Tensor, *arguments: Any) -> list[Tensor]:
         (plan.extended(grad_out, step).contiguous(), plan.extended(q, step, context))
         for step, context in zip(steps, contexts, strict=True)
     ]
-    outs = kept[0] if kept else [plan.extended(out, step).contiguous() for step in steps]
+    outs = unmixed[0] if unmixed else [plan.extended(out, step).contiguous() for step in steps]
     dqs, dks, dvs, dws = [], [], [], []
     for step, lse in zip(steps, lses, strict=True):
         transfers.pop(0)[0].wait()

@@ -155,8 +155,7 @@ def exercise(plan: Plan, module: ModuleType, device: torch.device, pass_name: st
     if pass_name == "forward":
         module.forward(q, k, v, *weights, *map(zeros, tables), 1.0, *others)
     if pass_name == "backward":
-        columns = plan.unmixed_columns
-        kept = q.new_zeros(*q.shape[:-1], columns) if columns else out
+        kept = out.new_zeros(*out.shape[:-1], plan.unmixed_columns or out.shape[-1])
         module.backward(out, lse, q, k, v, *weights, *map(zeros, tables), kept, lse, 1.0, *others)
     if pass_name != "decode":
         return

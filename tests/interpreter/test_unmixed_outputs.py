@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import forward_calls, save_forward
 from emulator import load_emulated
+from ranks import Ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -23,14 +24,22 @@ HEADS, N, D = 4, 20, 16
 Call = Callable[..., Tensor]
 
 
-@pytest.fixture
-def op(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttentionOp]:
+def build(folder: Path) -> AttentionOp:
+    """The op, whose CUDA kernels are compiled into a folder."""
     made = plan(Spec((3, 4), D, dtype="fp16", post_mixed_heads=2), "sm_90a")
     assert made.unmixed_columns == 2 * D
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MTAGEN_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
-        load_emulated(made, folder)
-        yield assemble(made, torch_on_cpu=False)
+    load_emulated(made, folder)
+    return assemble(made, torch_on_cpu=False)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def op(folder: Path) -> AttentionOp:
+    return build(folder)
 
 
 @pytest.fixture
@@ -118,3 +127,29 @@ def test_context_parallel(op: AttentionOp) -> None:
     group = torch.distributed.group.WORLD
     ours, expected = (trained(call_of(one)) for one in (ContextParallel(op, group), op))
     assert all(map(torch.equal, ours, expected))
+
+
+def trained_together(group: torch.distributed.ProcessGroup, folder: Path, compiles: bool) -> list[Tensor]:
+    """Outputs and gradients of the whole tensors, of which each rank has two chunks."""
+    cp, (*rows, weight, matrices) = ContextParallel(build(folder), group), tensors()
+    given = [*(cp.shard(x.detach(), 2).requires_grad_() for x in rows), weight, matrices]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, matrices: Tensor) -> Tensor:
+        return cp(q, k, v, weight, post_head_weight=matrices, length=N)
+
+    out = (torch.compile(call, fullgraph=True, backend="aot_eager") if compiles else call)(*given)
+    *of_rows, dweight, dmatrices = torch.autograd.grad(out, given, torch.ones_like(out))
+    for x in (dweight, dmatrices):
+        torch.distributed.all_reduce(x, group=group)
+    return [*(cp.unshard(x, 2, length=N) for x in (out.detach(), *of_rows)), dweight, dmatrices]
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_context_parallel_of_two_ranks(op: AttentionOp, folder: Path, tmp_path: Path, compiles: bool) -> None:
+    """Each of a rank's calls keeps its own."""
+    ranks = Ranks((2,), tmp_path / "store")
+    expected = trained(call_of(op))
+    for ours in ranks.run(2, trained_together, folder, compiles):
+        for a, b in zip(ours, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=2**-9 * b.abs().max().item())
+    ranks.stop()
