@@ -648,8 +648,14 @@ class Call:
         view = _viewed(x, shape)
         if view is None:
             view = self.workspace(name, shape, x.dtype)
-            self.run(torch.Tensor.copy_, view.view(x.shape), x)
+            self.run(_copy_rows, view.view(x.shape), x)
         return view
+
+
+def _copy_rows(copy: torch.Tensor, x: torch.Tensor) -> None:
+    """Copy rows of whole 16 bytes, as complex numbers: of strided tensors PyTorch copies one number at a time."""
+    copy, x = copy.squeeze(), x.squeeze()  # an axis of one entry may have any stride
+    copy.view(torch.complex128).copy_(x.view(torch.complex128))
 
 
 def _viewed(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
@@ -1089,6 +1095,18 @@ class Limits(NamedTuple):
         """Whether a strip of `sizes` has all rows and keys of its sequences."""
         return sizes[1] >= n_q and self.keys(0, n_q, n_q, n_k) == (0, n_k)
 
+    def first_rows(self, sizes: tuple[int, int, int], n_q: int) -> range:
+        """The first row of queries of each strip of a sequence, in the order in which they are made.
+
+        The last rows come first, because they see the most keys: sums over strips begin with them.
+        """
+        return range(0, max(n_q - self.context, min(n_q, 1)), max(sizes[1] - self.context, 1))[::-1]
+
+    def first_sees_all(self, sizes: tuple[int, int, int], n_q: int, n_k: int) -> bool:
+        """Whether the first strip of a sequence sees all keys."""
+        first_rows = self.first_rows(sizes, n_q)
+        return bool(first_rows) and self.keys(first_rows[0], n_q, n_q, n_k) == (0, n_k)
+
     def keys_of_step(self, count: int, n_k: int) -> int:
         """The number of keys that some of the last `count` rows of a sequence of at most n_k keys see."""
         return n_k if self.left is None else min(n_k, count + self.left)
@@ -1127,6 +1145,23 @@ class Strip(NamedTuple):
     planes: list[torch.Tensor]
 
 
+def _sum_of_strips(call: Call, name: str, gradient: torch.Tensor, whole: bool, stored: bool) -> torch.Tensor:
+    """Memory in which a gradient is summed over strips.
+
+    Args:
+        call: the call.
+        name: of the workspace.
+        gradient: the result. It is the memory if one strip makes it.
+        whole: whether one strip makes it.
+        stored: whether the first strip of a sequence stores all of it.
+    """
+    if whole:
+        return gradient
+    if stored:
+        return call.workspace(name, gradient.shape, torch.float32)
+    return call.zeros(gradient.shape, torch.float32)
+
+
 def _strips(
     call: Call,
     limits: Limits,
@@ -1145,7 +1180,7 @@ def _strips(
     context = limits.context
     for b0 in range(0, batch, sequences):
         b1 = min(b0 + sequences, batch)
-        for first in range(0, max(n_q - context, min(n_q, 1)), max(rows - context, 1)):
+        for first in limits.first_rows(sizes, n_q):
             begin, end = first + context if first else 0, min(first + rows, n_q)
             key0, keys = limits.keys(first, end, n_q, n_k)
             shape = ((b1 - b0) * n_heads, end - first, pitch)
@@ -1217,14 +1252,15 @@ def _add_product(
 
 def _multiply(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float, adds: bool) -> None:
     """factor a b in `total`, or added to it."""
-    if not adds and factor == 1.0:
-        torch.bmm(a, b, out=total)
-    elif not adds:
-        torch.baddbmm(total, a, b, beta=0, alpha=factor, out=total)
+    if not adds and total.dtype == a.dtype:
+        if factor == 1.0:
+            torch.bmm(a, b, out=total)
+        else:
+            torch.baddbmm(total, a, b, beta=0, alpha=factor, out=total)
     elif total.is_cuda and a.dtype != torch.float32:
-        torch.baddbmm(total, a, b, alpha=factor, out_dtype=torch.float32, out=total)
+        torch.baddbmm(total, a, b, beta=int(adds), alpha=factor, out_dtype=torch.float32, out=total)
     else:
-        total.add_(torch.bmm(a, b), alpha=factor)
+        _add(total, torch.bmm(a, b), factor, adds)
 
 
 def _add(total: torch.Tensor, x: torch.Tensor, factor: float, adds: bool) -> None:
@@ -1349,8 +1385,8 @@ def _backward(
     _, kv_heads, n_k, _ = k.shape
     group = n_heads // kv_heads
     sizes = LIMITS.sizes(batch, n_heads, n_q, n_k, 3, 805306368)
-    is_whole = LIMITS.is_whole(sizes, n_q, n_k)
-    sum_k, sum_v = (x if is_whole else call.zeros(x.shape, torch.float32) for x in (dk, dv))
+    is_whole, sees_all = LIMITS.is_whole(sizes, n_q, n_k), LIMITS.first_sees_all(sizes, n_q, n_k)
+    sum_k, sum_v = (_sum_of_strips(call, name, x, is_whole, sees_all) for name, x in (("dk", dk), ("dv", dv)))
     sum_q = dq
     mix_partial = call.zeros((batch, -(-n_heads // 16), 512, 256), torch.float32)
     post_mix_partial = call.zeros((batch, -(-n_heads // 16), 512, 256), torch.float32)
@@ -1399,14 +1435,14 @@ def _backward(
             sum_v[b0:b1, :, seen],
             _by_keys(shares, (b1 - b0) * kv_heads, keys).mT,
             _rows_by_keys(call, "rows", grad_out[b0:b1, :, first:end], kv_heads),
-            adds=not is_whole,
+            adds=not (sees_all and end == n_q),
         )
         ds = dx
         grads = _by_keys(ds, (b1 - b0) * kv_heads, keys)
         key_rows = _by_heads(call, "values", k_seen[b0:b1])
         rows = _rows_by_keys(call, "rows", q[b0:b1, :, first:end], kv_heads)
         _add_product(call, sum_q[b0:b1, :, first:end], grads, key_rows, scale, adds=False)
-        _add_product(call, sum_k[b0:b1, :, seen], grads.mT, rows, scale, adds=not is_whole)
+        _add_product(call, sum_k[b0:b1, :, seen], grads.mT, rows, scale, adds=not (sees_all and end == n_q))
     for total, x in ((sum_q, dq), (sum_k, dk), (sum_v, dv)):
         if total is not x:
             call.run(torch.Tensor.copy_, x, total)

@@ -414,8 +414,11 @@ class MultiTokenAttention(nn.Module):
         options = self._options()
         out: Any
         if cu_seqlens is None:
-            out = self.op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
-            return out.transpose(1, 2)  # type: ignore[no-any-return]
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            if self.rope_theta is not None and torch.compiler.is_compiling():
+                # Code that rotates writes them in this order at no cost, and products in strips copy no other order.
+                q, k = q.contiguous(), k.contiguous()
+            return self.op(q, k, v, **options).transpose(1, 2)  # type: ignore[no-any-return]
         longest = q.shape[0] if max_seqlen is None else max_seqlen
         out = self.op.varlen(q, k, v, cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=longest, max_k=longest, **options)
         return out  # type: ignore[no-any-return]

@@ -214,6 +214,9 @@ class Gate(nn.Module):
             from .row_kernels import ScalarGate  # needs Triton
 
             return ScalarGate.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+        if len(bias) == 1 and torch.compiler.is_compiling():  # a product by a library would not be fused with the rest
+            wide, weight, bias = (y.to(torch.promote_types(x.dtype, torch.float32)) for y in (x, weight, bias))
+            return (wide * torch.sigmoid((wide * weight).sum(-1, keepdim=True) + bias)).to(x.dtype)
         return x * torch.sigmoid(F.linear(x, weight, bias))
 
     def extra_repr(self) -> str:

@@ -152,8 +152,8 @@ def test_chunks_from_pages(name: str, folder: Path) -> None:
     """The bits of packed documents."""
     heads, stages = PIPELINES[name]
     op = build(folder, stages)
-    for page_size in (None, 16):
-        load_emulated(plan(replace(op.plan.spec, packed=True, page_size=page_size), "sm_90a", "cuda"), folder)
+    for packed, page_size in ((True, None), (True, 16), (False, 16)):
+        load_emulated(plan(replace(op.plan.spec, packed=packed, page_size=page_size), "sm_90a", "cuda"), folder)
     requests = [(9, 9), (0, 3), (20, 70)]
     given = draw(op.plan.spec, requests, 16, heads=heads, kv_heads=heads // 2, dtype=torch.float16)
     assert library.executor_of(op._key).variants(True, False, 16).reads_pages

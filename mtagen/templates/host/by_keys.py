@@ -45,14 +45,15 @@ def _add_product(
 
 def _multiply(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float, adds: bool) -> None:
     """factor a b in `total`, or added to it."""
-    if not adds and factor == 1.0:
-        torch.bmm(a, b, out=total)
-    elif not adds:
-        torch.baddbmm(total, a, b, beta=0, alpha=factor, out=total)
+    if not adds and total.dtype == a.dtype:
+        if factor == 1.0:
+            torch.bmm(a, b, out=total)
+        else:
+            torch.baddbmm(total, a, b, beta=0, alpha=factor, out=total)
     elif total.is_cuda and a.dtype != torch.float32:
-        torch.baddbmm(total, a, b, alpha=factor, out_dtype=torch.float32, out=total)
+        torch.baddbmm(total, a, b, beta=int(adds), alpha=factor, out_dtype=torch.float32, out=total)
     else:
-        total.add_(torch.bmm(a, b), alpha=factor)
+        _add(total, torch.bmm(a, b), factor, adds)
 
 
 def _add(total: torch.Tensor, x: torch.Tensor, factor: float, adds: bool) -> None:

@@ -67,8 +67,14 @@ class Call:
         view = _viewed(x, shape)
         if view is None:
             view = self.workspace(name, shape, x.dtype)
-            self.run(torch.Tensor.copy_, view.view(x.shape), x)
+            self.run(_copy_rows, view.view(x.shape), x)
         return view
+
+
+def _copy_rows(copy: torch.Tensor, x: torch.Tensor) -> None:
+    """Copy rows of whole 16 bytes, as complex numbers: of strided tensors PyTorch copies one number at a time."""
+    copy, x = copy.squeeze(), x.squeeze()  # an axis of one entry may have any stride
+    copy.view(torch.complex128).copy_(x.view(torch.complex128))
 
 
 def _viewed(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:

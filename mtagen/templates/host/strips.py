@@ -60,6 +60,18 @@ class Limits(NamedTuple):
         """Whether a strip of `sizes` has all rows and keys of its sequences."""
         return sizes[1] >= n_q and self.keys(0, n_q, n_q, n_k) == (0, n_k)
 
+    def first_rows(self, sizes: tuple[int, int, int], n_q: int) -> range:
+        """The first row of queries of each strip of a sequence, in the order in which they are made.
+
+        The last rows come first, because they see the most keys: sums over strips begin with them.
+        """
+        return range(0, max(n_q - self.context, min(n_q, 1)), max(sizes[1] - self.context, 1))[::-1]
+
+    def first_sees_all(self, sizes: tuple[int, int, int], n_q: int, n_k: int) -> bool:
+        """Whether the first strip of a sequence sees all keys."""
+        first_rows = self.first_rows(sizes, n_q)
+        return bool(first_rows) and self.keys(first_rows[0], n_q, n_q, n_k) == (0, n_k)
+
     def keys_of_step(self, count: int, n_k: int) -> int:
         """The number of keys that some of the last `count` rows of a sequence of at most n_k keys see."""
         return n_k if self.left is None else min(n_k, count + self.left)
@@ -98,6 +110,23 @@ class Strip(NamedTuple):
     planes: list[torch.Tensor]
 
 
+def _sum_of_strips(call: Call, name: str, gradient: torch.Tensor, whole: bool, stored: bool) -> torch.Tensor:
+    """Memory in which a gradient is summed over strips.
+
+    Args:
+        call: the call.
+        name: of the workspace.
+        gradient: the result. It is the memory if one strip makes it.
+        whole: whether one strip makes it.
+        stored: whether the first strip of a sequence stores all of it.
+    """
+    if whole:
+        return gradient
+    if stored:
+        return call.workspace(name, gradient.shape, torch.float32)
+    return call.zeros(gradient.shape, torch.float32)
+
+
 def _strips(
     call: Call,
     limits: Limits,
@@ -116,7 +145,7 @@ def _strips(
     context = limits.context
     for b0 in range(0, batch, sequences):
         b1 = min(b0 + sequences, batch)
-        for first in range(0, max(n_q - context, min(n_q, 1)), max(rows - context, 1)):
+        for first in limits.first_rows(sizes, n_q):
             begin, end = first + context if first else 0, min(first + rows, n_q)
             key0, keys = limits.keys(first, end, n_q, n_k)
             shape = ((b1 - b0) * n_heads, end - first, pitch)
