@@ -31,7 +31,7 @@ from mtagen import InputError, SpecError
 from mtagen.accuracy import compare
 from mtagen.call import Call
 from mtagen.nn import Cache, FrequencyScaling, MultiTokenAttention, rope
-from mtagen.nn.parts import HeadNorm
+from mtagen.nn.parts import Gate, HeadNorm
 from mtagen.ops import library
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -585,6 +585,30 @@ def test_rotation_of_compiled_calls() -> None:
     torch.testing.assert_close(
         torch.compile(rope.rotate, backend="eager")(angles, *vectors), rope.rotate(angles, *vectors)
     )
+
+
+def test_compiled_gate() -> None:
+    """Logits of one gate are sums in fp32, which a compiler fuses with the rest, instead of a product in bf16."""
+    torch._dynamo.reset()
+    gate, x = Gate(16, 1).requires_grad_(False), tokens(2, 9, 4 * 16).unflatten(-1, (4, 16)).to(torch.bfloat16)
+    graphs = EagerAndRecordGraphs()
+    with torch.autocast("cpu", torch.bfloat16):
+        made = torch.compile(gate, fullgraph=True, backend=graphs)(x)
+    exact = x.double() * torch.sigmoid(x.double() @ gate.weight.double().T + gate.bias.double())
+    assert made.dtype == torch.bfloat16
+    assert torch.equal(made, exact.to(torch.bfloat16))
+    (graph,) = graphs.graphs
+    assert not any("linear" in str(node.target) for node in graph.graph.nodes)
+
+
+def test_compiled_layers_write_queries_and_keys_by_heads() -> None:
+    """Kernels and products then read rows of a head side by side."""
+    torch._dynamo.reset()
+    layer, graphs = made(LAYERS["everything"]), EagerAndRecordGraphs()
+    torch.compile(layer, fullgraph=True, backend=graphs)(tokens(2, 9))
+    (graph,) = graphs.graphs
+    (call,) = [node for node in graph.graph.nodes if "mtagen.forward" in str(node.target)]
+    assert [x.meta["example_value"].is_contiguous() for x in call.args[:3]] == [True, True, False]
 
 
 def test_calls_between_compiled_steps() -> None:

@@ -327,6 +327,20 @@ def test_what_calls_share_a_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert len(recipes._recipes) == len({number for number, *_ in calls})
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_copies_of_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where tensors have no view of another shape. An axis of one entry may have any stride."""
+    call = loaded(Spec(None, 64, mixed_heads=2), tmp_path, monkeypatch).Call(torch.empty(0, dtype=dtype))
+    memory = torch.randn(1000).to(dtype)
+    for shape, strides, begin, rows in (
+        ((2, 3, 4, 24), (400, 24, 80, 1), 8, (6, 4, 24)),
+        ((1, 3, 4, 8), (5, 8, 24, 1), 0, (1, 12, 8)),
+    ):
+        x = memory.as_strided(shape, strides, begin)
+        assert torch.equal(call.reshaped("rows", x, rows), x.reshape(rows))
+    assert call.reshaped("rows", memory, (10, 100)).data_ptr() == memory.data_ptr()
+
+
 def test_host_functions_record_no_gradients(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also outside of autograd's functions, which have turned gradients off."""
     module = loaded(Spec(None, 64, mixed_heads=2), tmp_path, monkeypatch)
@@ -342,11 +356,16 @@ def test_host_functions_record_no_gradients(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def strips_of(module: ModuleType, batch: int, heads: int, n_q: int, n_k: int, planes: int, workspace: int) -> list[Any]:
-    """The strips of a call with so many planes, without their memory."""
+    """The strips of a call with so many planes, without their memory. The first of a sequence has its last row."""
     sizes = module.LIMITS.sizes(batch, heads, n_q, n_k, planes, workspace)
     nowhere = torch.device("meta")
     call = module.Call(torch.empty(0, device=nowhere))
-    return [*module._strips(call, module.LIMITS, sizes, batch, heads, n_q, n_k, planes, torch.float16)]
+    strips = [*module._strips(call, module.LIMITS, sizes, batch, heads, n_q, n_k, planes, torch.float16)]
+    for _, of_sequence in itertools.groupby(strips, key=lambda strip: strip.b0):
+        first, *others = of_sequence
+        assert first.end == n_q > max((strip.end for strip in others), default=0)
+        assert module.LIMITS.first_sees_all(sizes, n_q, n_k) == ((first.key0, first.keys) == (0, n_k))
+    return strips
 
 
 @pytest.mark.parametrize("cq", [1, 2, 6, MAX_KERNEL])

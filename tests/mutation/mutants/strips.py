@@ -160,6 +160,22 @@ MUTANTS = (
         (f"{INTERPRETED_STRIP}::test_strips_of_some_rows",),
     ),
     Mutant(
+        "strip-each-stores-gradients-of-keys",
+        f"{TRITON}/strip_batch_host.j2",
+        "sum_k[b0:b1, :, seen], grads.mT, rows, scale, adds=not (sees_all and end == n_q)",
+        "sum_k[b0:b1, :, seen], grads.mT, rows, scale, adds=not sees_all",
+        "The gradients of keys are those of the first rows alone.",
+        (f"{INTERPRETED_STRIP}::test_strips_of_some_rows",),
+    ),
+    Mutant(
+        "strip-the-first-in-a-window-stores-gradients",
+        f"{HOST}/strips.py",
+        "self.keys(first_rows[0], n_q, n_q, n_k) == (0, n_k)",
+        "self.keys(first_rows[0], n_q, n_q, n_k) != (0, 0)",
+        "Gradients of keys that the last rows do not see begin with what memory holds.",
+        (f"{INTERPRETED_STRIP}::test_windows_of_strips",),
+    ),
+    Mutant(
         "strip-outputs-mixed-by-the-transposed-matrix",
         f"{TRITON}/strip_mixed_outputs.j2",
         "acc += tl.load(matrix + h * MIXED + g)",
