@@ -653,9 +653,16 @@ class Call:
 
 
 def _copy_rows(copy: torch.Tensor, x: torch.Tensor) -> None:
-    """Copy rows of whole 16 bytes, as complex numbers: of strided tensors PyTorch copies one number at a time."""
-    copy, x = copy.squeeze(), x.squeeze()  # an axis of one entry may have any stride
-    copy.view(torch.complex128).copy_(x.view(torch.complex128))
+    """Copy rows of a tensor.
+
+    PyTorch copies strided tensors one element at a time. So 16 bytes are copied as one complex number, if all rows
+    consist of such numbers.
+    """
+    copy, x = copy.squeeze(), x.squeeze()  # the stride of an axis of one entry does not matter
+    *strides, last = x.stride()
+    if last == 1 and not any(n % (16 // x.itemsize) for n in (x.storage_offset(), *strides, x.shape[-1])):
+        copy, x = copy.view(torch.complex128), x.view(torch.complex128)
+    copy.copy_(x)
 
 
 def _viewed(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
@@ -1095,8 +1102,8 @@ class Limits(NamedTuple):
         """Whether a strip of `sizes` has all rows and keys of its sequences."""
         return sizes[1] >= n_q and self.keys(0, n_q, n_q, n_k) == (0, n_k)
 
-    def first_rows(self, sizes: tuple[int, int, int], n_q: int) -> range:
-        """The first row of queries of each strip of a sequence, in the order in which they are made.
+    def begins(self, sizes: tuple[int, int, int], n_q: int) -> range:
+        """The first row of queries of each strip of a sequence, in the order of their launches.
 
         The last rows come first, because they see the most keys: sums over strips begin with them.
         """
@@ -1104,8 +1111,8 @@ class Limits(NamedTuple):
 
     def first_sees_all(self, sizes: tuple[int, int, int], n_q: int, n_k: int) -> bool:
         """Whether the first strip of a sequence sees all keys."""
-        first_rows = self.first_rows(sizes, n_q)
-        return bool(first_rows) and self.keys(first_rows[0], n_q, n_q, n_k) == (0, n_k)
+        begins = self.begins(sizes, n_q)
+        return bool(begins) and self.keys(begins[0], n_q, n_q, n_k) == (0, n_k)
 
     def keys_of_step(self, count: int, n_k: int) -> int:
         """The number of keys that some of the last `count` rows of a sequence of at most n_k keys see."""
@@ -1150,10 +1157,10 @@ def _sum_of_strips(call: Call, name: str, gradient: torch.Tensor, whole: bool, s
 
     Args:
         call: the call.
-        name: of the workspace.
-        gradient: the result. It is the memory if one strip makes it.
-        whole: whether one strip makes it.
-        stored: whether the first strip of a sequence stores all of it.
+        name: name of the workspace.
+        gradient: the result, which is the memory if there is nothing to sum.
+        whole: whether each sequence has one strip, of all rows and keys.
+        stored: whether the first strip of each sequence stores all of its numbers.
     """
     if whole:
         return gradient
@@ -1180,7 +1187,7 @@ def _strips(
     context = limits.context
     for b0 in range(0, batch, sequences):
         b1 = min(b0 + sequences, batch)
-        for first in limits.first_rows(sizes, n_q):
+        for first in limits.begins(sizes, n_q):
             begin, end = first + context if first else 0, min(first + rows, n_q)
             key0, keys = limits.keys(first, end, n_q, n_k)
             shape = ((b1 - b0) * n_heads, end - first, pitch)
@@ -1268,7 +1275,7 @@ def _add(total: torch.Tensor, x: torch.Tensor, factor: float, adds: bool) -> Non
     if adds:
         total.add_(x, alpha=factor)
     else:
-        torch.mul(x, factor, out=total)
+        torch.mul(x.to(total.dtype), factor, out=total)  # else results are rounded to x's dtype
 
 
 @_without_gradients

@@ -329,12 +329,14 @@ def test_what_calls_share_a_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_copies_of_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where tensors have no view of another shape. An axis of one entry may have any stride."""
+    """Where tensors have no view of another shape. Some rows do not begin at multiples of 16 bytes."""
     call = loaded(Spec(None, 64, mixed_heads=2), tmp_path, monkeypatch).Call(torch.empty(0, dtype=dtype))
     memory = torch.randn(1000).to(dtype)
     for shape, strides, begin, rows in (
         ((2, 3, 4, 24), (400, 24, 80, 1), 8, (6, 4, 24)),
         ((1, 3, 4, 8), (5, 8, 24, 1), 0, (1, 12, 8)),
+        ((2, 3, 4, 8), (400, 24, 80, 1), 7, (6, 4, 8)),
+        ((2, 3, 4, 8), (400, 13, 80, 1), 8, (6, 4, 8)),
     ):
         x = memory.as_strided(shape, strides, begin)
         assert torch.equal(call.reshaped("rows", x, rows), x.reshape(rows))

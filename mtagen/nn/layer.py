@@ -363,8 +363,7 @@ class MultiTokenAttention(nn.Module):
             more = {"factors": factors} if factors else {}  # caches of engines take none
             out = cache.compute(self.op, self.stages(), q, k, v, **more)
         elif factors:
-            options = self._options() | factors
-            out = self.op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options).transpose(1, 2)
+            out = self._attend_by_heads(q, k, v, **self._options(), **factors)
         elif self.context_parallel is not None:
             out = self._attend_over_ranks(self.context_parallel, q, k, v, cu_seqlens, max_seqlen, length)
         else:
@@ -414,14 +413,18 @@ class MultiTokenAttention(nn.Module):
         options = self._options()
         out: Any
         if cu_seqlens is None:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            if self.rope_theta is not None and torch.compiler.is_compiling():
-                # Code that rotates writes them in this order at no cost, and products in strips copy no other order.
-                q, k = q.contiguous(), k.contiguous()
-            return self.op(q, k, v, **options).transpose(1, 2)  # type: ignore[no-any-return]
+            return self._attend_by_heads(q, k, v, **options)
         longest = q.shape[0] if max_seqlen is None else max_seqlen
         out = self.op.varlen(q, k, v, cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=longest, max_k=longest, **options)
         return out  # type: ignore[no-any-return]
+
+    def _attend_by_heads(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Compute outputs ``(B, N, H, D)`` by a call of the op with these options, of tensors of that shape."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if self.rope_theta is not None and torch.compiler.is_compiling():
+            # Code that rotates them writes them by heads at no cost. Strips would copy them before products.
+            q, k = q.contiguous(), k.contiguous()
+        return self.op(q, k, v, **options).transpose(1, 2)  # type: ignore[no-any-return]
 
     def _attend_over_ranks(
         self,

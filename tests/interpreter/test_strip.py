@@ -187,6 +187,15 @@ def test_strips_of_some_rows(stages: dict[str, Any]) -> None:
     assert_accurate(op, sizes)
 
 
+@pytest.mark.parametrize("kernel", [(3, 4), None], ids=str)
+def test_strips_whose_rows_see_no_key(kernel: tuple[int, int] | None) -> None:
+    """Gradients of rows that two strips share come from the one with keys, as convolutions read hidden scores."""
+    op = with_workspace(build({"kernel": kernel, "mixed_heads": 2}, mask="output"), 2**10)
+    sizes = Sizes(1, 2, 1, 260, 132)
+    assert strips(op, sizes, 1) == (1, 128)
+    assert_accurate(op, sizes)
+
+
 @pytest.mark.parametrize("name", ["both before, both after", "mixing before, mixing after"])
 def test_strips_of_some_sequences(name: str) -> None:
     """The last strip has fewer of them than the others; decode takes strips of its own."""

@@ -66,7 +66,7 @@ CONTRACTION_TILES = (
     (64, 32, 1, 4),
     (32, 32, 1, 4),
 )
-# Sums over rows are added to those of earlier strips, which takes registers.
+# Sums over rows are added to those of the strips before, which takes registers.
 ROW_CONTRACTION_TILES = ((64, 64, 4, 4), *CONTRACTION_TILES[3:])
 
 _STRIP = ("count", "keys", "off", "first", "skip", "pitch")

@@ -61,7 +61,7 @@ def _add(total: torch.Tensor, x: torch.Tensor, factor: float, adds: bool) -> Non
     if adds:
         total.add_(x, alpha=factor)
     else:
-        torch.mul(x, factor, out=total)
+        torch.mul(x.to(total.dtype), factor, out=total)  # else results are rounded to x's dtype
 
 
 def _of_keys(x: torch.Tensor, kv_heads: int) -> torch.Tensor:

@@ -72,9 +72,16 @@ class Call:
 
 
 def _copy_rows(copy: torch.Tensor, x: torch.Tensor) -> None:
-    """Copy rows of whole 16 bytes, as complex numbers: of strided tensors PyTorch copies one number at a time."""
-    copy, x = copy.squeeze(), x.squeeze()  # an axis of one entry may have any stride
-    copy.view(torch.complex128).copy_(x.view(torch.complex128))
+    """Copy rows of a tensor.
+
+    PyTorch copies strided tensors one element at a time. So 16 bytes are copied as one complex number, if all rows
+    consist of such numbers.
+    """
+    copy, x = copy.squeeze(), x.squeeze()  # the stride of an axis of one entry does not matter
+    *strides, last = x.stride()
+    if last == 1 and not any(n % (16 // x.itemsize) for n in (x.storage_offset(), *strides, x.shape[-1])):
+        copy, x = copy.view(torch.complex128), x.view(torch.complex128)
+    copy.copy_(x)
 
 
 def _viewed(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:

@@ -60,8 +60,8 @@ class Limits(NamedTuple):
         """Whether a strip of `sizes` has all rows and keys of its sequences."""
         return sizes[1] >= n_q and self.keys(0, n_q, n_q, n_k) == (0, n_k)
 
-    def first_rows(self, sizes: tuple[int, int, int], n_q: int) -> range:
-        """The first row of queries of each strip of a sequence, in the order in which they are made.
+    def begins(self, sizes: tuple[int, int, int], n_q: int) -> range:
+        """The first row of queries of each strip of a sequence, in the order of their launches.
 
         The last rows come first, because they see the most keys: sums over strips begin with them.
         """
@@ -69,8 +69,8 @@ class Limits(NamedTuple):
 
     def first_sees_all(self, sizes: tuple[int, int, int], n_q: int, n_k: int) -> bool:
         """Whether the first strip of a sequence sees all keys."""
-        first_rows = self.first_rows(sizes, n_q)
-        return bool(first_rows) and self.keys(first_rows[0], n_q, n_q, n_k) == (0, n_k)
+        begins = self.begins(sizes, n_q)
+        return bool(begins) and self.keys(begins[0], n_q, n_q, n_k) == (0, n_k)
 
     def keys_of_step(self, count: int, n_k: int) -> int:
         """The number of keys that some of the last `count` rows of a sequence of at most n_k keys see."""
@@ -115,10 +115,10 @@ def _sum_of_strips(call: Call, name: str, gradient: torch.Tensor, whole: bool, s
 
     Args:
         call: the call.
-        name: of the workspace.
-        gradient: the result. It is the memory if one strip makes it.
-        whole: whether one strip makes it.
-        stored: whether the first strip of a sequence stores all of it.
+        name: name of the workspace.
+        gradient: the result, which is the memory if there is nothing to sum.
+        whole: whether each sequence has one strip, of all rows and keys.
+        stored: whether the first strip of each sequence stores all of its numbers.
     """
     if whole:
         return gradient
@@ -145,7 +145,7 @@ def _strips(
     context = limits.context
     for b0 in range(0, batch, sequences):
         b1 = min(b0 + sequences, batch)
-        for first in limits.first_rows(sizes, n_q):
+        for first in limits.begins(sizes, n_q):
             begin, end = first + context if first else 0, min(first + rows, n_q)
             key0, keys = limits.keys(first, end, n_q, n_k)
             shape = ((b1 - b0) * n_heads, end - first, pitch)

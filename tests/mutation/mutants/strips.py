@@ -170,10 +170,18 @@ MUTANTS = (
     Mutant(
         "strip-the-first-in-a-window-stores-gradients",
         f"{HOST}/strips.py",
-        "self.keys(first_rows[0], n_q, n_q, n_k) == (0, n_k)",
-        "self.keys(first_rows[0], n_q, n_q, n_k) != (0, 0)",
+        "self.keys(begins[0], n_q, n_q, n_k) == (0, n_k)",
+        "self.keys(begins[0], n_q, n_q, n_k) != (0, 0)",
         "Gradients of keys that the last rows do not see begin with what memory holds.",
         (f"{INTERPRETED_STRIP}::test_windows_of_strips",),
+    ),
+    Mutant(
+        "strip-without-keys-clears-shared-rows",
+        f"{TRITON}/strip_backward.j2",
+        "[] if spec.context else",
+        "",
+        "A strip whose rows see no key clears the gradients of rows that it shares with the strip before.",
+        (f"{INTERPRETED_STRIP}::test_strips_whose_rows_see_no_key",),
     ),
     Mutant(
         "strip-outputs-mixed-by-the-transposed-matrix",
