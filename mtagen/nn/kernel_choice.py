@@ -1,4 +1,4 @@
-"""Which calls the Triton kernels of :mod:`.row_kernels` serve. This module does not import Triton."""
+"""Who computes rows beside attention: Triton kernels, a compiler or PyTorch. This module does not import Triton."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ def _devices_of_kernels() -> frozenset[str]:
     if not triton_is_installed():
         return frozenset()
     return frozenset(("cuda", "cpu") if Config.from_env().triton_interpret else ("cuda",))
+
+
+def is_fused() -> bool:
+    """Return whether a compiler fuses the operations of a call.
+
+    Exported programs consist of the operations of eager calls and return the same bits.
+    """
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
 
 
 def has_kernels(x: Tensor, *parameters: Tensor) -> bool:

@@ -19,6 +19,7 @@ from ..runtime.triton_package import triton_is_installed
 from ..spec import FACTORS, MAX_NEW_TOKENS, OPTIONS, Argument, Expression, KeyPadding, Mask, as_int, options_of
 from .cache import Cache, EngineCache
 from .checks import GateKind, as_count, check_count, check_divisor, check_input, check_options
+from .kernel_choice import is_fused
 from .parts import Gate, HeadMixer, HeadNorm, ScoreParameters, TokenMixing, set_parameter
 from .rope import FrequencyScaling, document_positions, rotate, rotation
 from .stages import Stages
@@ -421,7 +422,7 @@ class MultiTokenAttention(nn.Module):
     def _attend_by_heads(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Compute outputs ``(B, N, H, D)`` by a call of the op with these options, of tensors of that shape."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if self.rope_theta is not None and torch.compiler.is_compiling():
+        if self.rope_theta is not None and is_fused():
             # Code that rotates them writes them by heads at no cost. Strips would copy them before products.
             q, k = q.contiguous(), k.contiguous()
         return self.op(q, k, v, **options).transpose(1, 2)  # type: ignore[no-any-return]

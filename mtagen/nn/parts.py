@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.attention import autocast_dtype
-from .kernel_choice import has_kernels
+from .kernel_choice import has_kernels, is_fused
 
 _EPSILON = 1e-5  # added to the mean square in the norm
 _FACTOR_EPSILON = 1e-6  # and in that of factors of mixings
@@ -214,7 +214,7 @@ class Gate(nn.Module):
             from .row_kernels import ScalarGate  # needs Triton
 
             return ScalarGate.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
-        if len(bias) == 1 and torch.compiler.is_compiling():  # a product by a library would not be fused with the rest
+        if len(bias) == 1 and is_fused():  # a compiler does not fuse products by a library
             wide, weight, bias = (y.to(torch.promote_types(x.dtype, torch.float32)) for y in (x, weight, bias))
             return (wide * torch.sigmoid((wide * weight).sum(-1, keepdim=True) + bias)).to(x.dtype)
         return x * torch.sigmoid(F.linear(x, weight, bias))
