@@ -653,14 +653,14 @@ class Call:
 
 
 def _copy_rows(copy: torch.Tensor, x: torch.Tensor) -> None:
-    """Copy rows of a tensor.
+    """Copy rows of a tensor, in words of 16 bytes if all rows consist of such words.
 
-    PyTorch copies strided tensors one element at a time. So 16 bytes are copied as one complex number, if all rows
-    consist of such numbers.
+    PyTorch copies strided tensors one element at a time, and a complex number is one element of 16 bytes.
     """
     copy, x = copy.squeeze(), x.squeeze()  # the stride of an axis of one entry does not matter
     *strides, last = x.stride()
-    if last == 1 and not any(n % (16 // x.itemsize) for n in (x.storage_offset(), *strides, x.shape[-1])):
+    distances = [number * x.itemsize for number in (x.storage_offset(), *strides, x.shape[-1])]
+    if last == 1 and not any(number % 16 for number in (x.data_ptr(), *distances)):
         copy, x = copy.view(torch.complex128), x.view(torch.complex128)
     copy.copy_(x)
 
@@ -1102,16 +1102,16 @@ class Limits(NamedTuple):
         """Whether a strip of `sizes` has all rows and keys of its sequences."""
         return sizes[1] >= n_q and self.keys(0, n_q, n_q, n_k) == (0, n_k)
 
-    def begins(self, sizes: tuple[int, int, int], n_q: int) -> range:
-        """The first row of queries of each strip of a sequence, in the order of their launches.
+    def begins(self, rows: int, n_q: int) -> range:
+        """The first row of queries of each strip of a sequence, in the order of launches, if a strip has `rows` rows.
 
         The last rows come first, because they see the most keys: sums over strips begin with them.
         """
-        return range(0, max(n_q - self.context, min(n_q, 1)), max(sizes[1] - self.context, 1))[::-1]
+        return range(0, max(n_q - self.context, min(n_q, 1)), max(rows - self.context, 1))[::-1]
 
     def first_sees_all(self, sizes: tuple[int, int, int], n_q: int, n_k: int) -> bool:
         """Whether the first strip of a sequence sees all keys."""
-        begins = self.begins(sizes, n_q)
+        begins = self.begins(sizes[1], n_q)
         return bool(begins) and self.keys(begins[0], n_q, n_q, n_k) == (0, n_k)
 
     def keys_of_step(self, count: int, n_k: int) -> int:
@@ -1187,7 +1187,7 @@ def _strips(
     context = limits.context
     for b0 in range(0, batch, sequences):
         b1 = min(b0 + sequences, batch)
-        for first in limits.begins(sizes, n_q):
+        for first in limits.begins(rows, n_q):
             begin, end = first + context if first else 0, min(first + rows, n_q)
             key0, keys = limits.keys(first, end, n_q, n_k)
             shape = ((b1 - b0) * n_heads, end - first, pitch)

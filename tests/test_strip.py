@@ -358,7 +358,7 @@ def test_host_functions_record_no_gradients(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def strips_of(module: ModuleType, batch: int, heads: int, n_q: int, n_k: int, planes: int, workspace: int) -> list[Any]:
-    """The strips of a call with so many planes, without their memory. The first of a sequence has its last row."""
+    """Return the strips of a call without their memory. Check that a sequence's first strip has its last row."""
     sizes = module.LIMITS.sizes(batch, heads, n_q, n_k, planes, workspace)
     nowhere = torch.device("meta")
     call = module.Call(torch.empty(0, device=nowhere))

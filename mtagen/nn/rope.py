@@ -103,9 +103,9 @@ def rotate(angles: Tensor, *vectors: Tensor) -> list[Tensor]:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate vectors by two products, of their numbers and of those with each pair exchanged.
+    """Rotate vectors by two products: of each number with ``cos``, and of the other number of its pair with ``sin``.
 
-    The compiler makes one kernel of this. It would store stacked pairs in ``cos``'s dtype before it casts them.
+    A compiler makes one kernel of these operations. For stacked pairs it makes two, and stores fp32 between them.
     """
     wide = x.to(cos.dtype)
     exchanged = torch.unflatten(wide, -1, (-1, 2)).flip(-1).flatten(-2)

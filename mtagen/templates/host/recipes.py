@@ -72,14 +72,14 @@ class Call:
 
 
 def _copy_rows(copy: torch.Tensor, x: torch.Tensor) -> None:
-    """Copy rows of a tensor.
+    """Copy rows of a tensor, in words of 16 bytes if all rows consist of such words.
 
-    PyTorch copies strided tensors one element at a time. So 16 bytes are copied as one complex number, if all rows
-    consist of such numbers.
+    PyTorch copies strided tensors one element at a time, and a complex number is one element of 16 bytes.
     """
     copy, x = copy.squeeze(), x.squeeze()  # the stride of an axis of one entry does not matter
     *strides, last = x.stride()
-    if last == 1 and not any(n % (16 // x.itemsize) for n in (x.storage_offset(), *strides, x.shape[-1])):
+    distances = [number * x.itemsize for number in (x.storage_offset(), *strides, x.shape[-1])]
+    if last == 1 and not any(number % 16 for number in (x.data_ptr(), *distances)):
         copy, x = copy.view(torch.complex128), x.view(torch.complex128)
     copy.copy_(x)
 

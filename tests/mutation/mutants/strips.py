@@ -162,9 +162,9 @@ MUTANTS = (
     Mutant(
         "strip-each-stores-gradients-of-keys",
         f"{TRITON}/strip_batch_host.j2",
-        "sum_k[b0:b1, :, seen], grads.mT, rows, scale, adds=not (sees_all and end == n_q)",
-        "sum_k[b0:b1, :, seen], grads.mT, rows, scale, adds=not sees_all",
-        "The gradients of keys are those of the first rows alone.",
+        "not (sees_all and end == n_q)",
+        "not sees_all",
+        "The gradients of keys and values are those of the first rows alone.",
         (f"{INTERPRETED_STRIP}::test_strips_of_some_rows",),
     ),
     Mutant(
