@@ -37,6 +37,8 @@ from mtagen.ops import library
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DIM, HEADS = 48, 4
+# The version of PyTorch beside a GPU may trace other code
+TRACED_ON = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 EVERYTHING: dict[str, Any] = {
     "kernel": (3, 5),
     "mixed_heads": HEADS,
@@ -587,12 +589,14 @@ def test_rotation_of_compiled_calls() -> None:
     )
 
 
-def test_compiled_gate() -> None:
+@pytest.mark.parametrize("device", TRACED_ON)
+def test_compiled_gate(device: str) -> None:
     """Logits of one gate are sums in fp32, which a compiler fuses with the rest, instead of a product in bf16."""
     torch._dynamo.reset()
-    gate, x = Gate(16, 1).requires_grad_(False), tokens(2, 9, 4 * 16).unflatten(-1, (4, 16)).to(torch.bfloat16)
+    gate = Gate(16, 1, device=device).requires_grad_(False)
+    x = tokens(2, 9, 4 * 16).unflatten(-1, (4, 16)).to(device, torch.bfloat16)
     graphs = EagerAndRecordGraphs()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         made = torch.compile(gate, fullgraph=True, backend=graphs)(x)
     exact = x.double() * torch.sigmoid(x.double() @ gate.weight.double().T + gate.bias.double())
     assert made.dtype == torch.bfloat16
@@ -601,11 +605,12 @@ def test_compiled_gate() -> None:
     assert not any("linear" in str(node.target) for node in graph.graph.nodes)
 
 
-def test_compiled_layers_write_queries_and_keys_by_heads() -> None:
+@pytest.mark.parametrize("device", TRACED_ON)
+def test_compiled_layers_write_queries_and_keys_by_heads(device: str) -> None:
     """Kernels and products then read rows of a head side by side."""
     torch._dynamo.reset()
-    layer, graphs = made(LAYERS["everything"]), EagerAndRecordGraphs()
-    torch.compile(layer, fullgraph=True, backend=graphs)(tokens(2, 9))
+    layer, graphs = made(LAYERS["everything"], dtype=torch.bfloat16, device=device), EagerAndRecordGraphs()
+    torch.compile(layer, fullgraph=True, backend=graphs)(tokens(2, 9, dtype=torch.bfloat16).to(device))
     (graph,) = graphs.graphs
     (call,) = [node for node in graph.graph.nodes if "mtagen.forward" in str(node.target)]
     assert [x.meta["example_value"].is_contiguous() for x in call.args[:3]] == [True, True, False]

@@ -23,12 +23,18 @@ def _devices_of_kernels() -> frozenset[str]:
     return frozenset(("cuda", "cpu") if Config.from_env().triton_interpret else ("cuda",))
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_exporting() -> bool:
+    """Return whether a program is exported. Code that torch 2.11 traces would say so of each compiled call."""
+    return torch.compiler.is_exporting()
+
+
 def is_fused() -> bool:
     """Return whether a compiler fuses the operations of a call.
 
     Exported programs consist of the operations of eager calls and return the same bits.
     """
-    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return torch.compiler.is_compiling() and not _is_exporting()
 
 
 def has_kernels(x: Tensor, *parameters: Tensor) -> bool:
