@@ -1114,6 +1114,28 @@ class Limits(NamedTuple):
         begins = self.begins(sizes[1], n_q)
         return bool(begins) and self.keys(begins[0], n_q, n_q, n_k) == (0, n_k)
 
+    def first_key(self, first: int, n_q: int, n_k: int) -> int:
+        """The first key that some row from row `first` on sees; n_k if there is no such row."""
+        return self.keys(first, n_q, n_q, n_k)[0] if first < n_q else n_k
+
+    def shared(self, rows: int, n_q: int, n_k: int) -> dict[int, tuple[int, int, int, int]]:
+        """What strips of `rows` rows of a sequence share.
+
+        Returns:
+            For the first row of queries of each strip that sees a key, in the order of launches: the row from which on
+            strips before it have summed gradients of queries, the row from which on no later strip adds to them, and
+            the same two for keys.
+        """
+        ends = {first: min(first + rows, n_q) for first in self.begins(rows, n_q)}
+        spans = {first: self.keys(first, end, n_q, n_k) for first, end in ends.items()}
+        strips = [first for first, (_, keys) in spans.items() if keys > 0]
+        shared = {}
+        for first, before, after in zip(strips, [None, *strips], [*strips[1:], None], strict=False):
+            summed = (n_q, n_k) if before is None else (before, spans[before][0])
+            complete = (0, 0) if after is None else (ends[after], sum(spans[after]))
+            shared[first] = (summed[0], complete[0], summed[1], complete[1])
+        return shared
+
     def keys_of_step(self, count: int, n_k: int) -> int:
         """The number of keys that some of the last `count` rows of a sequence of at most n_k keys see."""
         return n_k if self.left is None else min(n_k, count + self.left)

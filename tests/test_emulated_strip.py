@@ -163,10 +163,10 @@ def run(
         B0: strip.b0,
         B1: strip.b0 + strip.sequences,
     }
+    if "group" in values:
+        sizes |= {GROUP: values["group"], KV_HEADS: strip.heads // values["group"]}
     if "split" in values:
-        group = values["group"]
-        sizes |= {GROUP: group, KV_HEADS: strip.heads // group, N_NEW: values["n_new"]}
-        sizes |= {SPLITS: -(-strip.keys // values["split"])}
+        sizes |= {N_NEW: values["n_new"], SPLITS: -(-strip.keys // values["split"])}
     grid = tuple(int(size.subs(sizes)) for size in kernel.grid)
     named = strip._asdict() | {"n_heads": strip.heads, "pitch": pitch_of(source.spec, strip)} | values
     if strip.lengths:

@@ -23,6 +23,7 @@ from mtagen.planner.choice import GENERATED, candidates
 from mtagen.planner.passes import PASSES
 from mtagen.planner.sizes import B0, B1, COUNT, KEYS, N_HEADS, SLOTS
 from mtagen.planner.strip.documents import RECORD
+from mtagen.planner.strip import contractions
 from mtagen.planner.strip.kernels import SECTION, SPLIT, SUMS, decode_rows
 from mtagen.planner.strip.module import StripModule
 from mtagen.planner.strip.passes import CUDA_OVER_TRITON, StripPass
@@ -370,6 +371,35 @@ def strips_of(module: ModuleType, batch: int, heads: int, n_q: int, n_k: int, pl
     return strips
 
 
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (150, 0), (90, 60)], ids=str)
+@pytest.mark.parametrize("kernel", [None, (6, 3)], ids=str)
+def test_strips_sum_what_they_share(
+    kernel: tuple[int, int] | None, window: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Kernels that add to gradients as told write each row and key once, after all strips that have it."""
+    spec = Spec(kernel, 64, mixed_heads=16, causal=False, window=window)
+    limits = loaded(spec, tmp_path, monkeypatch).LIMITS
+    for n_q, n_k, rows in itertools.product((0, 1, 300, 1000), (0, 1, 450, 1000), (64, 128, 1000)):
+        shared = limits.shared(rows, n_q, n_k)
+        ends = {first: min(first + rows, n_q) for first in limits.begins(rows, n_q)}
+        spans = {first: limits.keys(first, end, n_q, n_k) for first, end in ends.items()}
+        assert [*shared] == [first for first in limits.begins(rows, n_q) if spans[first][1] > 0]
+        first_row = min(shared, default=n_q)
+        unwritten = {"rows": [*range(first_row, n_q)], "keys": [*range(limits.first_key(first_row, n_q, n_k), n_k)]}
+        sums: dict[str, set[int]] = {"rows": set(), "keys": set()}
+        for first, (*of_rows, summed, complete) in shared.items():
+            key0, keys = spans[first]
+            places = {"rows": (range(first, ends[first]), *of_rows), "keys": (range(key0, key0 + keys), summed, complete)}
+            for kind, (owned, begin, end) in places.items():
+                for place in owned:
+                    assert (place >= begin) == (place in sums[kind])
+                    if place < end:
+                        sums[kind].add(place)
+                    else:
+                        unwritten[kind].remove(place)
+        assert unwritten == {"rows": [], "keys": []}
+
+
 @pytest.mark.parametrize("cq", [1, 2, 6, MAX_KERNEL])
 @pytest.mark.parametrize("post_cq", [1, 5, MAX_KERNEL])
 def test_at_least_half_of_a_strip_is_no_context(cq: int, post_cq: int) -> None:
@@ -576,7 +606,8 @@ def test_cuda_makes_all_kernels_but_a_few(spec: Spec) -> None:
             of_cuda = [kernel.role for source in made.cuda.values() for kernel in source.kernels]
             assert roles == [*of_cuda, "side_by_side", *around[name]]
             continue
-        others = {"grad_shares"} & {*roles}  # which is cuBLAS's beside Triton's, where hidden ones need not be zeros
+        # Beside Triton's kernels cuBLAS multiplies planes, and hidden gradients of shares need not be zeros.
+        others = {"grad_shares", *contractions.ROLES[name]} & {*roles}
         assert {*roles} == {kernel.role for kernel in StripPass(spec, "sm_90a", name).kernels} | others
         of_rows = ("softmax", "mix", "probabilities", "statistics")
         mixtures = {role for role in roles if spec == TOO_MANY and any(kind in role for kind in of_rows)}
@@ -601,7 +632,8 @@ def test_cuda_makes_all_kernels_but_a_few(spec: Spec) -> None:
     ids=lambda value: str(value) if isinstance(value, Spec) else "+".join(sorted(value)),
 )
 def test_which_kernels_are_cudas(spec: Spec, roles: set[str]) -> None:
-    assert {*StripPass(spec, "sm_90a", "forward", "cuda").cuda} == roles
+    assert {*StripPass(spec, "sm_90a", "forward", "cuda").cuda} == roles | ({"outputs"} if spec.head_dim == 64 else set())
+    assert {*StripPass(spec, "sm_80", "forward", "cuda").cuda} == roles
     assert {*StripPass(spec, "sm_90a", "forward").cuda} == set()
 
 

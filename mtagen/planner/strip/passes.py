@@ -14,6 +14,7 @@ from ..passes import Fields, PassPlan, check_learned, describe
 from ..targets import Target, get_target
 from ..tile.passes import TilePass
 from .concatenation import concatenated, rows_of_table
+from .contractions import ROLES, contractions
 from .cost import streamed
 from .cuda import cuda_sources
 from .kernels import SUMS, around_fused, strip_kernels
@@ -109,10 +110,11 @@ class StripPass(PassPlan):
             return {}
         if self.fused:
             return {self.pass_name: self.fused}  # a forward pass never splits its keys: no kernel adds up splits
+        products = {source.role: source for source in contractions(self.pass_name, self.spec, self.target)}
         if self.on_chip:
-            return {kind.role: kind(self.spec, self.target) for kind in KERNELS}
+            return {kind.role: kind(self.spec, self.target) for kind in KERNELS} | products
         sources = {source.role: source for source in cuda_sources(self.spec, self.target, self._triton_kernels)}
-        return sources | {role: replace(sources[role], form=form) for role, form in self.forms}
+        return sources | {role: replace(sources[role], form=form) for role, form in self.forms} | products
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -168,10 +170,10 @@ class StripPass(PassPlan):
         if self.pass_name == "decode":  # the rows of one new token, and reading keys and values
             read = (spec.head_dim + spec.value_head_dim) * spec.itemsize / target.dram_bytes_per_cycle
             return (spec.context + 1) * scores + read
-        if spec.packed:  # products are among the kernels
-            return scores
-        products = 1 if self.pass_name == "forward" else 3 + ("grad_shares" not in kernels and not self.on_chip)
-        return scores + products * streamed("values", spec.itemsize, target)
+        roles = list(ROLES[self.pass_name])
+        if self.pass_name == "backward" and not self.on_chip and not spec.packed:
+            roles.append("grad_shares")
+        return scores + sum(streamed(role, spec.itemsize, target) for role in roles if role not in kernels)
 
     # ---- Decisions: a form for each CUDA kernel that has several.
 
