@@ -192,9 +192,6 @@ SOURCES = {
     "post_mix": (
         "mta_strip_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
     ),
-    "outputs": (
-        "mta_strip_outputs_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
-    ),
     "probabilities": (
         "mta_strip_probabilities_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
     ),
@@ -218,15 +215,6 @@ SOURCES = {
     ),
     "grad_shares": (
         "mta_strip_grad_shares_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
-    ),
-    "grad_values": (
-        "mta_strip_grad_values_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
-    ),
-    "grad_queries": (
-        "mta_strip_grad_queries_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
-    ),
-    "grad_keys": (
-        "mta_strip_grad_keys_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
     ),
     "decode_scores": (
         "mta_strip_decode_scores_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
@@ -282,12 +270,6 @@ KERNELS = {
             256, 66560, "PPPiiiiiiii",
         ),
     },
-    "outputs": {
-        "outputs": (
-            "mta_strip_outputs_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            448, 196704, "PPPqqqqqqiiiiiiiiif",
-        ),
-    },
     "probabilities": {
         "probabilities": (
             "mta_strip_probabilities_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
@@ -334,24 +316,6 @@ KERNELS = {
         "grad_shares": (
             "mta_strip_grad_shares_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
             320, 114720, "PPPqqqqqqiiiiiiiiif",
-        ),
-    },
-    "grad_values": {
-        "grad_values": (
-            "mta_strip_grad_values_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            320, 65568, "PPPPqqqqqqiiiiiiiiiiiiif",
-        ),
-    },
-    "grad_queries": {
-        "grad_queries": (
-            "mta_strip_grad_queries_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            448, 196704, "PPPPqqqqqqiiiiiiiiiiif",
-        ),
-    },
-    "grad_keys": {
-        "grad_keys": (
-            "mta_strip_grad_keys_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            320, 65568, "PPPPqqqqqqiiiiiiiiiiiif",
         ),
     },
     "decode_scores": {
@@ -1087,6 +1051,23 @@ class Strip(NamedTuple):
     planes: list[torch.Tensor]
 
 
+def _sum_of_strips(call: Call, name: str, gradient: torch.Tensor, whole: bool, stored: bool) -> torch.Tensor:
+    """Memory in which a gradient is summed over strips.
+
+    Args:
+        call: the call.
+        name: name of the workspace.
+        gradient: the result, which is the memory if there is nothing to sum.
+        whole: whether each sequence has one strip, of all rows and keys.
+        stored: whether the first strip of each sequence stores all of its numbers.
+    """
+    if whole:
+        return gradient
+    if stored:
+        return call.workspace(name, gradient.shape, torch.float32)
+    return call.zeros(gradient.shape, torch.float32)
+
+
 def _strips(
     call: Call,
     limits: Limits,
@@ -1128,6 +1109,67 @@ LIMITS = Limits(
 )
 
 
+def _by_keys(x: torch.Tensor, kv_heads: int, keys: int) -> torch.Tensor:
+    """A plane grouped by the heads of keys: (sequences * Hkv, rows of their heads, keys)."""
+    slots, rows, pitch = x.shape
+    return x.view(-1, slots * rows // kv_heads, pitch)[:, :, :keys]
+
+
+def _rows_by_keys(call: Call, name: str, x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Rows (sequences, H, rows, dim) grouped by the heads of keys: (sequences * Hkv, rows of their heads, dim)."""
+    batch, heads, rows, dim = x.shape
+    return call.reshaped(name, x, (batch * kv_heads, heads // kv_heads * rows, dim))
+
+
+def _by_heads(call: Call, name: str, x: torch.Tensor) -> torch.Tensor:
+    """Keys or values (sequences, Hkv, keys, dim), one head after the other."""
+    batch, heads, keys, dim = x.shape
+    return call.reshaped(name, x, (batch * heads, keys, dim))
+
+
+def _add_product(
+    call: Call, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float = 1.0, adds: bool = True
+) -> None:
+    """Add factor a b to a tensor (sequences, heads, rows, dim), or store it there.
+
+    Args:
+        call: the call.
+        total: the tensor; fp32 if it is added to.
+        a, b: matrices, one after the other, whose products have the elements of `total` in its order.
+        factor: of the products.
+        adds: whether to add.
+    """
+    shape = (*a.shape[:2], b.shape[2])
+    view = _viewed(total, shape)
+    if view is not None:
+        call.run(_multiply, view, a, b, factor, adds)
+        return
+    product = call.workspace("product", shape, a.dtype)
+    call.run(_multiply, product, a, b, 1.0, False)
+    call.run(_add, total, product.view(total.shape), factor, adds)
+
+
+def _multiply(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float, adds: bool) -> None:
+    """factor a b in `total`, or added to it."""
+    if not adds and total.dtype == a.dtype:
+        if factor == 1.0:
+            torch.bmm(a, b, out=total)
+        else:
+            torch.baddbmm(total, a, b, beta=0, alpha=factor, out=total)
+    elif total.is_cuda and a.dtype != torch.float32:
+        torch.baddbmm(total, a, b, beta=int(adds), alpha=factor, out_dtype=torch.float32, out=total)
+    else:
+        _add(total, torch.bmm(a, b), factor, adds)
+
+
+def _add(total: torch.Tensor, x: torch.Tensor, factor: float, adds: bool) -> None:
+    """factor x in `total`, or added to it."""
+    if adds:
+        total.add_(x, alpha=factor)
+    else:
+        torch.mul(x.to(total.dtype), factor, out=total)  # else results are rounded to x's dtype
+
+
 @_without_gradients
 def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
     """Attention by the stages above.
@@ -1164,7 +1206,7 @@ def _forward(
     sizes = LIMITS.sizes(batch, n_heads, n_q, n_k, 3, 1073741824)
     kernels = {}
     for name in (
-        "scores", "convolution", "softmax", "post_convolution", "post_mix", "outputs",
+        "scores", "convolution", "softmax", "post_convolution", "post_mix",
     ):
         kernels |= LOADED[name].get(call.device.index) or load(name, call.device)
     strips = _strips(call, LIMITS, sizes, batch, n_heads, n_q, n_k, 3, torch.float16)
@@ -1213,13 +1255,15 @@ def _forward(
             unmixed, shares, post_head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0,
         )
-        call.launch(
-            kernels["outputs"],
-            (-(-count // 128) * slots,),
-            shares, v_seen, out,
-            *v_seen.stride()[:3], *out.stride()[:3],
-            count, keys, off, first, skip, pitch, n_heads, group, b0, 1.0,
-        )
+        made, values = out[b0:b1, :, begin:end], _by_heads(call, "values", v_seen[b0:b1])
+        if group == 1:
+            call.run(_multiply, made.flatten(0, 1), shares[:, skip:, :keys], values, 1.0, False)
+        elif skip == 0:
+            _add_product(call, made, _by_keys(shares, (b1 - b0) * kv_heads, keys), values, adds=False)
+        else:
+            product = call.workspace("rows", (b1 - b0, n_heads, count, made.shape[3]), q.dtype)
+            _add_product(call, product, _by_keys(shares, (b1 - b0) * kv_heads, keys), values, adds=False)
+            call.run(torch.Tensor.copy_, made, product[:, :, skip:])
     return out, lse
 
 
@@ -1260,16 +1304,9 @@ def _backward(
     _, kv_heads, n_k, _ = k.shape
     group = n_heads // kv_heads
     sizes = LIMITS.sizes(batch, n_heads, n_q, n_k, 5, 1073741824)
-    shared = LIMITS.shared(sizes[1], n_q, n_k)
-    first_seeing = min(shared, default=n_q)
-    first_seen = LIMITS.first_key(first_seeing, n_q, n_k)
-    for x, begin in ((dq, first_seeing), (dk, first_seen), (dv, first_seen)):
-        if begin > 0:
-            call.run(torch.Tensor.zero_, x[:, :, :begin])
-    is_shared = len(shared) > 1
-    sum_k = call.workspace("dk", dk.shape, torch.float32) if is_shared else None
-    sum_v = call.workspace("dv", dv.shape, torch.float32) if is_shared else None
-    sum_q = call.workspace("dq", dq.shape, torch.float32) if is_shared else None
+    is_whole, sees_all = LIMITS.is_whole(sizes, n_q, n_k), LIMITS.first_sees_all(sizes, n_q, n_k)
+    sum_k, sum_v = (_sum_of_strips(call, name, x, is_whole, sees_all) for name, x in (("dk", dk), ("dv", dv)))
+    sum_q = dq if is_whole else call.zeros(dq.shape, torch.float32)
     all_chunks = triton.cdiv(n_k, 64)
     parts = batch
     mix_partial = call.zeros((batch, -(-n_heads // 16), 512, 256), torch.float32)
@@ -1280,7 +1317,6 @@ def _backward(
     for name in (
         "scores", "convolution", "probabilities", "post_mix_backward", "post_convolution", "post_convolution_adjoint",
         "post_convolution_gradient", "softmax_backward", "convolution_adjoint", "convolution_gradient", "grad_shares",
-        "grad_values", "grad_queries", "grad_keys",
     ):
         kernels |= LOADED[name].get(call.device.index) or load(name, call.device)
     strips = _strips(call, LIMITS, sizes, batch, n_heads, n_q, n_k, 5, torch.float16)
@@ -1334,13 +1370,12 @@ def _backward(
             unmixed, grad_shares, shares, post_head_weight, post_mix_partial,
             count, keys, off, first, skip, pitch, n_heads, b0,
         )
-        summed_q, complete_q, summed, complete = shared[first]
-        call.launch(
-            kernels["grad_values"],
-            (-(-keys // 128) * (b1 - b0) * kv_heads,),
-            shares, grad_out, dv, sum_v,
-            *grad_out.stride()[:3], *dv.stride()[:3],
-            count, keys, off, first, skip, pitch, n_heads, group, b0, key0, n_k, summed, complete, 1.0,
+        _add_product(
+            call,
+            sum_v[b0:b1, :, seen],
+            _by_keys(shares, (b1 - b0) * kv_heads, keys).mT,
+            _rows_by_keys(call, "rows", grad_out[b0:b1, :, first:end], kv_heads),
+            adds=not (sees_all and end == n_q),
         )
         call.launch(
             kernels["post_convolution_gradient"],
@@ -1375,20 +1410,14 @@ def _backward(
             dx, weight, ds,
             count, keys, off, first, skip, pitch, n_heads,
         )
-        call.launch(
-            kernels["grad_queries"],
-            (-(-count // 128) * slots,),
-            ds, k_seen, dq, sum_q,
-            *k_seen.stride()[:3], *dq.stride()[:3],
-            count, keys, off, first, pitch, n_heads, group, b0, n_q, summed_q, complete_q, scale,
-        )
-        call.launch(
-            kernels["grad_keys"],
-            (-(-keys // 128) * (b1 - b0) * kv_heads,),
-            ds, q, dk, sum_k,
-            *q.stride()[:3], *dk.stride()[:3],
-            count, keys, off, first, pitch, n_heads, group, b0, key0, n_k, summed, complete, scale,
-        )
+        grads = _by_keys(ds, (b1 - b0) * kv_heads, keys)
+        key_rows = _by_heads(call, "values", k_seen[b0:b1])
+        rows = _rows_by_keys(call, "rows", q[b0:b1, :, first:end], kv_heads)
+        _add_product(call, sum_q[b0:b1, :, first:end], grads, key_rows, scale, adds=not is_whole)
+        _add_product(call, sum_k[b0:b1, :, seen], grads.mT, rows, scale, adds=not (sees_all and end == n_q))
+    for total, x in ((sum_q, dq), (sum_k, dk), (sum_v, dv)):
+        if total is not x:
+            call.run(torch.Tensor.copy_, x, total)
     d_head_weight = call.result((n_heads // 16, 16, 16), torch.float32)
     d_post_head_weight = call.result((n_heads // 16, 16, 16), torch.float32)
     d_weight = call.result((n_heads, 6, 11), torch.float32)

@@ -22,8 +22,8 @@ from mtagen.codegen.strip import render as render_module
 from mtagen.planner.choice import GENERATED, candidates
 from mtagen.planner.passes import PASSES
 from mtagen.planner.sizes import B0, B1, COUNT, KEYS, N_HEADS, SLOTS
-from mtagen.planner.strip.documents import RECORD
 from mtagen.planner.strip import contractions
+from mtagen.planner.strip.documents import RECORD
 from mtagen.planner.strip.kernels import SECTION, SPLIT, SUMS, decode_rows
 from mtagen.planner.strip.module import StripModule
 from mtagen.planner.strip.passes import CUDA_OVER_TRITON, StripPass
@@ -389,7 +389,10 @@ def test_strips_sum_what_they_share(
         sums: dict[str, set[int]] = {"rows": set(), "keys": set()}
         for first, (*of_rows, summed, complete) in shared.items():
             key0, keys = spans[first]
-            places = {"rows": (range(first, ends[first]), *of_rows), "keys": (range(key0, key0 + keys), summed, complete)}
+            places = {
+                "rows": (range(first, ends[first]), *of_rows),
+                "keys": (range(key0, key0 + keys), summed, complete),
+            }
             for kind, (owned, begin, end) in places.items():
                 for place in owned:
                     assert (place >= begin) == (place in sums[kind])
@@ -632,7 +635,9 @@ def test_cuda_makes_all_kernels_but_a_few(spec: Spec) -> None:
     ids=lambda value: str(value) if isinstance(value, Spec) else "+".join(sorted(value)),
 )
 def test_which_kernels_are_cudas(spec: Spec, roles: set[str]) -> None:
-    assert {*StripPass(spec, "sm_90a", "forward", "cuda").cuda} == roles | ({"outputs"} if spec.head_dim == 64 else set())
+    assert {*StripPass(spec, "sm_90a", "forward", "cuda").cuda} == roles | (
+        {"outputs"} if spec.head_dim == 64 else set()
+    )
     assert {*StripPass(spec, "sm_80", "forward", "cuda").cuda} == roles
     assert {*StripPass(spec, "sm_90a", "forward").cuda} == set()
 

@@ -2,10 +2,13 @@
 
 Results are outputs and the gradients of queries, keys and values. A CTA owns a block of results. It loops over the keys
 of the plane, or over its rows and the heads that share keys, and leaves out tiles that are hidden. Memory bounds these
-products, so all that matters is to keep copies in flight.
+products, so copies must stay in flight.
 
-Strips of a sequence share keys, and with a convolution also rows. A kernel adds their sums in fp32, and a result that no
-other strip adds to is written in the dtype of the tensor.
+Strips of a sequence share keys, and with a convolution also rows. A kernel adds their sums in fp32, and stores a result
+that no later strip adds to in the dtype of the tensor.
+
+Rows have 64 columns. Beside a block of a plane, rows of 128 columns would be as many bytes again, and cuBLAS, which has
+larger blocks, takes less time (``benchmarks/notes/strips.md``).
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ from .source import StripSource
 
 WARPS = 8  # multiplying warps
 BLOCK, STEP = 128, PANEL  # results of a CTA, and rows or keys that it sums at once
-MAX_TILES = 6  # upper limit of tiles in shared memory
-_REGISTERS = 32  # of a multiplying thread, besides sums
+# Tiles in shared memory, each with a producer warp. While one of two CTAs adds sums of strips to its own, the other one
+# copies.
+TILES, CTAS = 4, 2
 ROLES: Mapping[str, tuple[str, ...]] = {
     "forward": ("outputs",),
     "backward": ("grad_values", "grad_queries", "grad_keys"),
@@ -70,7 +74,7 @@ class ContractionKernel(StripSource):
     @property
     def width(self) -> int:
         """Number of elements of a row of the tensor."""
-        return self.spec.value_head_dim if self.role in ("outputs", "grad_values") else self.spec.head_dim
+        return self.spec.head_dim
 
     @property
     def skips(self) -> bool:
@@ -90,42 +94,9 @@ class ContractionKernel(StripSource):
     @property
     def fits(self) -> bool:
         is_supported = "wgmma" in get_target(self.target).matrix and not self.spec.packed
-        return is_supported and self.width % PANEL == 0
+        return is_supported and self.spec.head_dim == self.spec.value_head_dim == PANEL
 
     # ---- The division of the work
-
-    @property
-    def ctas(self) -> int:
-        """Number of resident CTAs per multiprocessor. While one adds sums of strips to its own, the other one copies."""
-        return 2 if self.width <= (2 if self.over_rows else 1) * PANEL else 1
-
-    @property
-    def tile(self) -> int:
-        """Bytes of a tile of the plane with the rows by which it is multiplied."""
-        return swizzled_bytes(BLOCK, STEP) + swizzled_bytes(STEP, self.width)
-
-    @property
-    def tiles(self) -> int:
-        """Number of tiles in shared memory, each of which has a producer warp."""
-        return max(tiles for tiles in range(1, MAX_TILES + 1) if tiles == 1 or self._fit(tiles))
-
-    def _fit(self, tiles: int) -> bool:
-        """Return whether so many tiles fit shared memory, and their producer warps leave enough registers."""
-        needed = tiles * (self.tile + 2 * BARRIER)
-        return needed <= self.gpu.shared_of(self.ctas) and self._registers(tiles) >= self.width // 2 + _REGISTERS
-
-    def _registers(self, tiles: int) -> int:
-        return self.gpu.registers_of(self.ctas * (WARPS + tiles))
-
-    @property
-    def threads(self) -> int:
-        """Number of threads of a CTA."""
-        return 32 * (WARPS + self.tiles)
-
-    @property
-    def warps(self) -> int:
-        """Number of multiplying warps of a CTA."""
-        return WARPS
 
     @property
     def block(self) -> int:
@@ -138,17 +109,39 @@ class ContractionKernel(StripSource):
         return STEP
 
     @property
+    def warps(self) -> int:
+        """Number of multiplying warps of a CTA."""
+        return WARPS
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles in shared memory, each of which has a producer warp."""
+        return TILES
+
+    @property
+    def threads(self) -> int:
+        """Number of threads of a CTA."""
+        return 32 * (WARPS + TILES)
+
+    @property
+    def ctas(self) -> int:
+        """Number of resident CTAs per multiprocessor."""
+        return CTAS
+
+    @property
+    def tile(self) -> int:
+        """Bytes of a tile of the plane with the rows by which it is multiplied."""
+        return swizzled_bytes(BLOCK, STEP) + swizzled_bytes(STEP, self.width)
+
+    @property
     def wgmmas(self) -> tuple[Wgmma, ...]:
         """The products of warpgroups."""
-        product = Wgmma(
-            "wgmma_product", self.width, self.spec.dtype, a_transposed=self.over_rows, b_transposed=True
-        )
-        return (product,)
+        return (Wgmma("wgmma_product", self.width, self.spec.dtype, a_transposed=self.over_rows, b_transposed=True),)
 
     @cached_property
     def shared(self) -> SharedMap:
         """The map of the CTA's shared memory."""
-        return SharedMap.of((("TILES", self.tiles * self.tile, 1024), ("BARRIERS", 2 * BARRIER * self.tiles, BARRIER)))
+        return SharedMap.of((("TILES", TILES * self.tile, 1024), ("BARRIERS", 2 * BARRIER * TILES, BARRIER)))
 
     @property
     def kernel(self) -> Kernel:
@@ -165,7 +158,7 @@ class ContractionKernel(StripSource):
             *numbers("float", "factor"),
         )
         grid = ceiling(KEYS / BLOCK) * KV_HEADS * (B1 - B0) if self.over_rows else ceiling(COUNT / BLOCK) * SLOTS
-        registers = self._registers(self.tiles)
+        registers = self.gpu.registers_of(CTAS * self.threads // 32)
         return Kernel(self.role, self.name, arguments, (grid,), self.threads, self.shared.size, registers)
 
     @property
@@ -180,9 +173,9 @@ class ContractionKernel(StripSource):
             yield f"plane[slot, r, j] y[b, h / group, j]{rows},"
         yield "where a slot is a head of a sequence. Elements of the plane that are hidden from a row are zeros."
         if self.sums:
-            yield "Rows of out from `summed` on begin with sums of other strips. Rows before `complete` are stored as sums:"
-            yield "(sequences, heads of out, places, columns) fp32."
+            yield "Rows of out from `summed` on begin with sums of strips before. Rows before `complete` are stored as"
+            yield "sums, to which a later strip adds: (sequences, heads of out, places, columns) fp32."
 
     @property
     def summary(self) -> str:
-        return f"CUDA, blocks of {BLOCK} results, tiles of {STEP}, {WARPS + self.tiles} warps"
+        return f"CUDA, blocks of {BLOCK} results, tiles of {STEP}, {WARPS + TILES} warps"

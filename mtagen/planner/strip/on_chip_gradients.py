@@ -3,7 +3,7 @@
 Both compute scores and gradients of shares, the probabilities after all stages, from queries, keys, values and
 gradients of outputs, tile by tile. The first one sums products of probabilities with their gradients, for all rows of a
 call. The second one fills two planes of a strip: gradients of scores, and shares. The products of these planes with
-queries, keys and gradients of outputs are cuBLAS's, as those of other strips.
+queries, keys and gradients of outputs are those of other strips.
 """
 
 from __future__ import annotations
