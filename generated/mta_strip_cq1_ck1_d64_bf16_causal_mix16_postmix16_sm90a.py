@@ -1048,6 +1048,20 @@ class Recipes:
 RECIPES: Recipes = Recipes()
 
 
+class Overlap(NamedTuple):
+    """The rows and keys that a strip has in common with others of its sequence.
+
+    Attributes:
+        summed_q, summed_k: the row of queries and the key from which on strips before it have summed gradients.
+        complete_q, complete_k: the row of queries and the key from which on no later strip adds to gradients.
+    """
+
+    summed_q: int
+    summed_k: int
+    complete_q: int
+    complete_k: int
+
+
 class Limits(NamedTuple):
     """Numbers of the plan about strips.
 
@@ -1118,23 +1132,31 @@ class Limits(NamedTuple):
         """The first key that some row from row `first` on sees; n_k if there is no such row."""
         return self.keys(first, n_q, n_q, n_k)[0] if first < n_q else n_k
 
-    def shared(self, rows: int, n_q: int, n_k: int) -> dict[int, tuple[int, int, int, int]]:
-        """What strips of `rows` rows of a sequence share.
+    def spans(self, rows: int, n_q: int, n_k: int) -> dict[int, tuple[int, int, int]]:
+        """The strips of a sequence in the order of launches, if a strip has `rows` rows.
 
         Returns:
-            For the first row of queries of each strip that sees a key, in the order of launches: the row from which on
-            strips before it have summed gradients of queries, the row from which on no later strip adds to them, and
-            the same two for keys.
+            For the first row of queries of each strip: the end of its rows, the first key that some of them sees, and
+            the number of keys from there on. Keys never end after those of the strip before, as they would if the
+            rounding of first keys and of numbers of keys moved them.
         """
-        ends = {first: min(first + rows, n_q) for first in self.begins(rows, n_q)}
-        spans = {first: self.keys(first, end, n_q, n_k) for first, end in ends.items()}
-        strips = [first for first, (_, keys) in spans.items() if keys > 0]
-        shared = {}
-        for first, before, after in zip(strips, [None, *strips], [*strips[1:], None], strict=False):
-            summed = (n_q, n_k) if before is None else (before, spans[before][0])
-            complete = (0, 0) if after is None else (ends[after], sum(spans[after]))
-            shared[first] = (summed[0], complete[0], summed[1], complete[1])
-        return shared
+        spans, key_end = {}, n_k
+        for first in self.begins(rows, n_q):
+            end = min(first + rows, n_q)
+            key0, keys = self.keys(first, end, n_q, n_k)
+            key_end = min(key_end, key0 + keys)
+            spans[first] = end, key0, key_end - key0
+        return spans
+
+    def overlaps(self, rows: int, n_q: int, n_k: int) -> dict[int, Overlap]:
+        """The overlaps of strips that see a key, in the order of launches, by the first row of queries."""
+        spans = {first: span for first, span in self.spans(rows, n_q, n_k).items() if span[2] > 0}
+        overlaps = {}
+        for first, before, after in zip(spans, [None, *spans], [*spans, None][1:], strict=False):
+            summed = (n_q, n_k) if before is None else (before, spans[before][1])
+            complete = (0, 0) if after is None else (spans[after][0], sum(spans[after][1:]))
+            overlaps[first] = Overlap(*summed, *complete)
+        return overlaps
 
     def keys_of_step(self, count: int, n_k: int) -> int:
         """The number of keys that some of the last `count` rows of a sequence of at most n_k keys see."""
@@ -1209,9 +1231,8 @@ def _strips(
     context = limits.context
     for b0 in range(0, batch, sequences):
         b1 = min(b0 + sequences, batch)
-        for first in limits.begins(rows, n_q):
-            begin, end = first + context if first else 0, min(first + rows, n_q)
-            key0, keys = limits.keys(first, end, n_q, n_k)
+        for first, (end, key0, keys) in limits.spans(rows, n_q, n_k).items():
+            begin = first + context if first else 0
             shape = ((b1 - b0) * n_heads, end - first, pitch)
             length = shape[0] * shape[1] * shape[2]
             yield Strip(b0, b1, begin, end, first, key0, keys, [x[:length].view(shape) for x in memory])

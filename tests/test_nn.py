@@ -37,7 +37,7 @@ from mtagen.ops import library
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DIM, HEADS = 48, 4
-# The version of PyTorch beside a GPU may trace other code
+# Machines with a GPU may have another version of PyTorch, which traces other code
 TRACED_ON = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 EVERYTHING: dict[str, Any] = {
     "kernel": (3, 5),

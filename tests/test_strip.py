@@ -371,32 +371,37 @@ def strips_of(module: ModuleType, batch: int, heads: int, n_q: int, n_k: int, pl
     return strips
 
 
-@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (150, 0), (90, 60)], ids=str)
-@pytest.mark.parametrize("kernel", [None, (6, 3)], ids=str)
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (250, 0), (90, 60)], ids=str)
+@pytest.mark.parametrize(
+    "stages",
+    [{"kernel": None}, {"kernel": (6, 3)}, {"kernel": (10, 3), "post_kernel": (10, 3), "dropout": True}],
+    ids=["no context", "context", "context and dropout"],
+)
 def test_strips_sum_what_they_share(
-    kernel: tuple[int, int] | None, window: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    stages: dict[str, Any], window: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Kernels that add to gradients as told write each row and key once, after all strips that have it."""
-    spec = Spec(kernel, 64, mixed_heads=16, causal=False, window=window)
+    spec = Spec(**stages, head_dim=64, mixed_heads=16, causal=False, window=window)
     limits = loaded(spec, tmp_path, monkeypatch).LIMITS
-    for n_q, n_k, rows in itertools.product((0, 1, 300, 1000), (0, 1, 450, 1000), (64, 128, 1000)):
-        shared = limits.shared(rows, n_q, n_k)
-        ends = {first: min(first + rows, n_q) for first in limits.begins(rows, n_q)}
-        spans = {first: limits.keys(first, end, n_q, n_k) for first, end in ends.items()}
-        assert [*shared] == [first for first in limits.begins(rows, n_q) if spans[first][1] > 0]
-        first_row = min(shared, default=n_q)
+    for n_q, n_k, rows in itertools.product((0, 1, 300, 1500), (0, 1, 450, 1500), (64, 128, 1024)):
+        spans = {first: span for first, span in limits.spans(rows, n_q, n_k).items() if span[2] > 0}
+        overlaps = limits.overlaps(rows, n_q, n_k)
+        assert [*overlaps] == [*spans]
+        first_row = min(spans, default=n_q)
         unwritten = {"rows": [*range(first_row, n_q)], "keys": [*range(limits.first_key(first_row, n_q, n_k), n_k)]}
         sums: dict[str, set[int]] = {"rows": set(), "keys": set()}
-        for first, (*of_rows, summed, complete) in shared.items():
-            key0, keys = spans[first]
+        for first, (end, key0, keys) in spans.items():
+            _, seen = limits.keys(first, end, n_q, n_k)
+            assert min(end + n_k - n_q + (n_k if spec.right is None else spec.right), n_k) <= key0 + keys <= key0 + seen
+            overlap = overlaps[first]
             places = {
-                "rows": (range(first, ends[first]), *of_rows),
-                "keys": (range(key0, key0 + keys), summed, complete),
+                "rows": (range(first, end), overlap.summed_q, overlap.complete_q),
+                "keys": (range(key0, key0 + keys), overlap.summed_k, overlap.complete_k),
             }
-            for kind, (owned, begin, end) in places.items():
+            for kind, (owned, summed, complete) in places.items():
                 for place in owned:
-                    assert (place >= begin) == (place in sums[kind])
-                    if place < end:
+                    assert (place >= summed) == (place in sums[kind])
+                    if place < complete:
                         sums[kind].add(place)
                     else:
                         unwritten[kind].remove(place)

@@ -25,7 +25,10 @@ def _devices_of_kernels() -> frozenset[str]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_exporting() -> bool:
-    """Return whether a program is exported. Code that torch 2.11 traces would say so of each compiled call."""
+    """Return whether a program is exported, asked while it is traced.
+
+    If a traced call asks, torch 2.11 returns true for compiled calls, too.
+    """
     return torch.compiler.is_exporting()
 
 

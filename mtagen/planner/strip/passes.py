@@ -157,7 +157,7 @@ class StripPass(PassPlan):
         dense = min(self.workspace_bytes, len(self.planes) * PLANE_BYTES[self.pass_name])
         return PACKED_FACTOR * dense if self.spec.packed else dense
 
-    # ---- Cost. Triton's kernels and cuBLAS's products are modelled as bound by memory alone.
+    # ---- Cost. Triton's kernels and products of planes with rows are modelled as bound by memory alone.
 
     @property
     def cost(self) -> float:
