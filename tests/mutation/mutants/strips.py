@@ -235,8 +235,8 @@ MUTANTS = (
     Mutant(
         "strip-window-without-that-of-the-context",
         f"{HOST}/strips.py",
-        "limits.keys(first, end, n_q, n_k)",
-        "limits.keys(begin, end, n_q, n_k)",
+        "self.keys(first, end, n_q, n_k)",
+        "self.keys(first + self.context if first else 0, end, n_q, n_k)",
         "A strip lacks keys that its context sees and its rows of outputs do not.",
         ("tests/test_strip.py::test_strips_in_a_window",),
     ),
