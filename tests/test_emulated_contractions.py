@@ -1,7 +1,7 @@
 """The CUDA kernels that multiply planes by rows, on a CPU that plays the GPU, against their formulas.
 
-Planes and rows hold small multiples of 1/8, so sums are exact but for the last rounding. Planes hold NaN beyond their
-keys, in rows that have no part, and tensors in rows and keys of no strip.
+All numbers are small multiples of 1/8, so only the last rounding of a sum is not exact. Planes hold NaN behind their
+keys and in rows that have no part. Tensors hold NaN in rows and keys of other strips.
 """
 
 from __future__ import annotations

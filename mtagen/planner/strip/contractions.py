@@ -145,7 +145,7 @@ class ContractionKernel(StripSource):
 
     @property
     def kernel(self) -> Kernel:
-        shared = numbers("int", "places", "summed", "complete") if self.sums else ()
+        of_sums = numbers("int", "places", "summed", "complete") if self.sums else ()
         origin = numbers("int", "key0") if self.over_rows else ()
         arguments = (
             *reads("Element", "plane", "y"),
@@ -154,7 +154,7 @@ class ContractionKernel(StripSource):
             *strides("y", "out"),
             *self.sequence.arguments("n_heads", "group", "b0", skips=self.skips),
             *origin,
-            *shared,
+            *of_sums,
             *numbers("float", "factor"),
         )
         grid = ceiling(KEYS / BLOCK) * KV_HEADS * (B1 - B0) if self.over_rows else ceiling(COUNT / BLOCK) * SLOTS
