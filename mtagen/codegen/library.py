@@ -59,10 +59,10 @@ def linked_cuda(source: str) -> str:
     )
 
 
-def linked_python(library: str, code: str) -> str:
-    """Return the definitions of a Python library that code needs, in the library's order."""
+def linked_python(library: str, *code: str) -> str:
+    """Return the definitions of a Python library that parts of code need, in the library's order."""
     paragraphs = _definitions(library)
-    needed = _needed(_read(ast.parse(code)), paragraphs)
+    needed = _needed(set[str]().union(*map(_read_in, code)), paragraphs)
     return "\n".join(one.text for one in paragraphs if one.defines & needed)
 
 
@@ -85,6 +85,11 @@ def _definitions(library: str) -> tuple[Paragraph, ...]:
                 raise ValueError(ast.unparse(node))
         paragraphs.append(Paragraph(text, frozenset(names), frozenset(_read(node))))
     return tuple(paragraphs)
+
+
+@lru_cache(maxsize=16)  # the same kernels and host functions are linked with several libraries
+def _read_in(code: str) -> set[str]:
+    return _read(ast.parse(code))
 
 
 def _read(tree: ast.AST) -> set[str]:

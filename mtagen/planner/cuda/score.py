@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from sympy import Expr
 
@@ -11,6 +12,7 @@ from ..geometry.score import GRADIENT, SCORE, ParameterSum, ScoreFunction, Score
 from ..kernel import Argument, reads
 
 
+@cache
 def score_function(spec: Spec) -> ScoreFunction:
     """Return the function of scores in the CUDA kernels of a request.
 
@@ -45,6 +47,7 @@ def row_factor(of: ParameterSum) -> Expr:
     return of.term / GRADIENT
 
 
+@cache
 def why_not_summed(spec: Spec) -> str:
     """Return the reason why the fused backward pass cannot sum the gradients of all parameters; empty if it can.
 

@@ -277,7 +277,7 @@ class ScoreStage:
         """Whether the next stage takes scores as they are."""
         return bool(self.modify == SCORE)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The part of kernel names that tells functions of a place apart; empty for the identity."""
         summed = {x.view for x in self.sums}
