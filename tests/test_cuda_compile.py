@@ -22,6 +22,8 @@ from mtagen.spec import Spec
 # Bytes of stack that a thread may use, for what its main loop touches seldom and for some B operands of large kernels.
 STACK = {"forward": 128, "backward": 160, "decode": 0}
 STACK_AT_EDGES = 64  # and what the tiles near the diagonal touch besides, where columns are cut from fragments
+LARGEST = Spec((16, 17), 128)
+STACK_OF_LARGEST = 864  # and 24 B operands of its convolution, which do not fit beside dK and dV
 STACK_OF_PARAMETERS = 64  # and what sums of gradients of parameters take
 # Bytes that every kernel has as static shared memory.
 SYSTEM_SHARED = {"sm_80": 0, "sm_86": 0, "sm_89": 0, "sm_90a": 1024, "sm_120": 1024}
@@ -43,6 +45,15 @@ HOPPER_ONLY = [
     Spec((7, 7), 192),
     Spec((6, 11), 256),
 ]
+BACKWARD_OF_SWEEP = [
+    ("sm_90a", Spec((6, 11), 80, dtype="fp16", causal=False)),
+    ("sm_90a", Spec((1, 1), 32)),
+    ("sm_90a", LARGEST),
+    ("sm_80", Spec((1, 1), 256)),
+    ("sm_80", Spec((16, 17), 80)),
+    ("sm_89", Spec((6, 11), 112)),
+    ("sm_89", Spec((4, 2), 64, key_padding="left")),
+]
 CASES = [
     *(("forward", target, spec) for target in ("sm_80", "sm_90a") for spec in FORWARD),
     *(("forward", "sm_90a", spec) for spec in HOPPER_ONLY),
@@ -53,7 +64,9 @@ CASES = [
     ("backward", "sm_80", Spec((6, 11), 128)),
     *(("backward", target, Spec((6, 11), 64, mask="output")) for target in ("sm_80", "sm_90a")),
     *(("backward", target, Spec((1, 1), d)) for target in ("sm_80", "sm_90a") for d in (64, 128)),
+    ("backward", "sm_90a", Spec((4, 2), 64, key_padding="left")),
     *(("backward", "sm_89", spec) for spec in (Spec((6, 11), 128, dtype="fp16"), Spec((9, 2), 80))),
+    *(pytest.param("backward", target, spec, marks=pytest.mark.sweep) for target, spec in BACKWARD_OF_SWEEP),
     *(("decode", target, Spec((6, 11), 128)) for target in ("sm_80", "sm_89", "sm_90a")),
     *((name, "sm_120", Spec((6, 11), 128)) for name in PASSES),
     *(pytest.param(name, "sm_120", Spec((6, 11), 64), marks=pytest.mark.sweep) for name in PASSES),
@@ -91,10 +104,13 @@ def test_compiles(pass_name: str, target: str, spec: Spec, log: Callable[[], str
     assert not log()
     usage = usage_of_cubins(cubin)
     assert set(usage) == {kernel.name for kernel in plan.kernels}
+    stack = STACK[pass_name] + STACK_AT_EDGES * Mask.of(spec).zeroes_terms
+    stack += STACK_OF_LARGEST * (pass_name == "backward" and spec == LARGEST)
     for kernel in plan.kernels:
-        check_resources(
-            kernel, target, usage[kernel.name], STACK[pass_name] + STACK_AT_EDGES * Mask.of(spec).zeroes_terms
-        )
+        check_resources(kernel, target, usage[kernel.name], stack)
+    if pass_name == "backward":
+        assert bool(count(usage[plan.name].opcodes, "HGMMA")) == plan.hopper
+        assert count(usage[plan.name].opcodes, "HMMA")
     if isinstance(plan, TileForward):
         printed = dict(re.findall(r"constexpr int SHARED_(\w+) = (\d+);", source))
         assert printed == {region.name: str(region.offset) for region in plan.shared.regions}

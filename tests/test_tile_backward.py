@@ -18,15 +18,12 @@ from torch import Tensor
 
 from mtagen import reference
 from mtagen.accuracy import GRADIENT_FACTOR, compare
-from mtagen.codegen.cuda import render
 from mtagen.dtypes import TORCH_DTYPES
 from mtagen.errors import PlanError
 from mtagen.planner import get_target
 from mtagen.planner.targets import Target
 from mtagen.planner.tile.backward import TileBackward
 from mtagen.planner.tile.backward_geometry import ROW_TILE
-from mtagen.runtime.nvrtc import compile_cubin
-from mtagen.runtime.offline import usage_of_cubins
 from mtagen.spec import Spec
 
 HOPPER, AMPERE, ADA = (get_target(name) for name in ("sm_90a", "sm_80", "sm_89"))
@@ -338,43 +335,6 @@ def test_model_of_the_kernel(target: Target, kernel: tuple[int, int], padding: s
         ours = modelled(plan, q, k, v, w, grad_out, row_lse, dot)
         for name, a, b in zip(Gradients._fields, ours, direct(spec, q, k, v, w, grad_out), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-12, err_msg=f"{name}, {n_q} x {n_k}")
-
-
-# ---- What the compiler makes of it ----
-
-
-@pytest.mark.parametrize(
-    ("target", "spec", "spilled"),
-    [
-        (HOPPER, Spec((6, 11), 128), 256),
-        (HOPPER, Spec((6, 11), 64), 256),
-        (HOPPER, Spec((6, 11), 80, dtype="fp16", causal=False), 256),
-        (HOPPER, Spec((1, 1), 32), 64),
-        (HOPPER, Spec((4, 2), 64, key_padding="left"), 256),
-        (HOPPER, Spec((16, 17), 128), 1024),  # 24 B operands of the convolution do not fit beside dK and dV
-        (AMPERE, Spec((6, 11), 128), 64),
-        (AMPERE, Spec((6, 11), 64, dtype="fp16", causal=False), 64),
-        (AMPERE, Spec((1, 1), 256), 64),
-        (AMPERE, Spec((16, 17), 80), 64),
-        (ADA, Spec((6, 11), 128), 0),
-        (ADA, Spec((6, 11), 112), 0),
-        (ADA, Spec((4, 2), 64, key_padding="left"), 0),
-    ],
-    ids=case_id,
-)
-def test_compiled(target: Target, spec: Spec, spilled: int) -> None:
-    """Products on the tensor cores, registers as planned, and a bounded stack."""
-    plan = cheapest("backward", spec, target)
-    cubin = compile_cubin(render(plan), plan.target)
-    usage = usage_of_cubins(cubin)
-    for kernel in plan.kernels:
-        used = usage[kernel.name]
-        assert used.registers <= kernel.registers
-        assert used.stack <= (spilled if kernel.role == "backward" else 0)
-        opcodes = used.opcodes
-        main = kernel.role == "backward"
-        for product, expected in (("HGMMA", main and plan.hopper), ("HMMA", main)):
-            assert any(name.startswith(product) for name in opcodes) == expected
 
 
 # ---- Gradients ----
