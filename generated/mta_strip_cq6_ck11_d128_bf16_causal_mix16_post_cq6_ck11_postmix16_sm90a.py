@@ -948,7 +948,8 @@ class Limits(NamedTuple):
         min_rows, max_rows: limits of the rows of a strip, context included. None is no limit.
         row_multiple: divisor of these rows, unless they are all rows or the most.
         left, right: keys before and after its own that a row sees. None is no limit.
-        key_multiple: divisor of the keys of a strip, unless they are all keys. It makes products faster.
+        key_multiple: divisor of the keys of a strip, unless they are all keys or end where those of the strip before
+            do. It makes products faster.
         begin_multiple: divisor of the first key; dropout draws for groups of keys.
         pitch_multiple: divisor of the elements from one row of a plane to the next.
         itemsize: bytes of an element of a plane.
@@ -1006,7 +1007,7 @@ class Limits(NamedTuple):
         return bool(begins) and self.keys(begins[0], n_q, n_q, n_k) == (0, n_k)
 
     def first_key(self, first: int, n_q: int, n_k: int) -> int:
-        """The first key that some row from row `first` on sees; n_k if there is no such row."""
+        """The first key that some row from row `first` on sees; n_k if there is no such row, as without rows."""
         return self.keys(first, n_q, n_q, n_k)[0] if first < n_q else n_k
 
     def spans(self, rows: int, n_q: int, n_k: int) -> dict[int, tuple[int, int, int]]:
@@ -1014,8 +1015,8 @@ class Limits(NamedTuple):
 
         Returns:
             For the first row of queries of each strip: the end of its rows, the first key that some of them sees, and
-            the number of keys from there on. Keys never end after those of the strip before, as they would if the
-            rounding of first keys and of numbers of keys moved them.
+            the number of keys from there on. Keys never end after those of the strip before, although first keys
+            and numbers of keys are rounded.
         """
         spans, key_end = {}, n_k
         for first in self.begins(rows, n_q):

@@ -135,7 +135,8 @@ def test_what_is_refused(titan: Any) -> None:
 
 
 def test_without_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(("torchtitan.", "mtagen.torchtitan"))]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchtitan", None)
-    monkeypatch.delitem(sys.modules, "mtagen.torchtitan", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"import: got 'torchtitan.*'; .*; legal: pip install torchtitan"):
         import mtagen.torchtitan  # noqa: F401

@@ -116,6 +116,31 @@ def test_training_with_heads_mixed_on_the_chip(heads: int, stages: dict[str, Any
         assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes))
 
 
+# Stages of head dim 64, and calls of several strips, some of which see no key: sequences, heads of queries and of keys,
+# queries, keys
+BEFORE_AND_AFTER: dict[str, Any] = {"kernel": (3, 4), "mixed_heads": 2, "post_kernel": (2, 3)}
+SHARED: dict[str, tuple[dict[str, Any], Sizes]] = {
+    "rows without keys": (BEFORE_AND_AFTER, Sizes(1, 2, 1, 300, 20)),
+    "a window": (BEFORE_AND_AFTER | {"window": (20, -1)}, Sizes(1, 2, 1, 150, 330)),
+    "a window on both sides": (BEFORE_AND_AFTER | {"causal": False, "window": (20, 40)}, Sizes(1, 2, 1, 300, 31)),
+    "by output": ({"kernel": (6, 4), "mixed_heads": 2, "mask": "output"}, Sizes(1, 2, 1, 300, 20)),
+    "by output, a window on both sides": (
+        {"kernel": (6, 4), "mixed_heads": 2, "mask": "output", "causal": False, "window": (20, 9)},
+        Sizes(1, 2, 2, 290, 40),
+    ),
+}
+
+
+@pytest.mark.parametrize(("stages", "sizes"), SHARED.values(), ids=SHARED)
+def test_strips_add_to_gradients_that_they_share(stages: dict[str, Any], sizes: Sizes, folder: Path) -> None:
+    """mtagen's kernels multiply planes by rows. Gradients that no strip computes are zeros."""
+    made = retiled(plan(Spec(head_dim=64, dtype="fp16", **stages), "sm_90a"), workspace_bytes=2**10)
+    assert "grad_values" in made["backward"].cuda
+    load_emulated(made, folder)
+    op = assemble(made, torch_on_cpu=False)
+    assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes))
+
+
 def test_training_in_other_forms(folder: Path) -> None:
     """Gradients of the two convolutions' weights are summed over tiles of different sizes."""
     heads, stages = PIPELINES["all stages"]

@@ -7,8 +7,9 @@ products, so copies must stay in flight.
 Strips of a sequence share keys, and with a convolution also rows. A kernel adds their sums in fp32, and stores a result
 that no later strip adds to in the dtype of the tensor.
 
-Rows have 64 columns. Beside a block of a plane, rows of 128 columns would be as many bytes again, and cuBLAS, which has
-larger blocks, takes less time (``benchmarks/notes/strips.md``).
+Rows have 64 columns. With 128 columns, a tile of rows has as many bytes as the tile of the plane, so kernels would read
+twice as much; cuBLAS, whose blocks are larger, takes less time (``benchmarks/notes/strips.md``). Other head dims also
+stay with cuBLAS.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from .source import StripSource
 
 WARPS = 8  # multiplying warps
 BLOCK, STEP = 128, PANEL  # results of a CTA, and rows or keys that it sums at once
-# Tiles in shared memory, each with a producer warp. While one of two CTAs adds sums of strips to its own, the other one
-# copies.
+# Tiles in shared memory, each with a producer warp. While one of two CTAs adds the sums of earlier strips to its
+# results, the other one copies.
 TILES, CTAS = 4, 2
 ROLES: Mapping[str, tuple[str, ...]] = {
     "forward": ("outputs",),
@@ -83,7 +84,7 @@ class ContractionKernel(StripSource):
 
     @property
     def reach(self) -> int:
-        """Number of rows after its own for which the plane may hold a gradient of a hidden score."""
+        """Number of next rows: the plane has a row's gradients for keys that the row or one of these rows sees."""
         return self.stages.reach if self.role in ("grad_queries", "grad_keys") else 0
 
     @property
@@ -171,7 +172,8 @@ class ContractionKernel(StripSource):
             rows = ", for rows from `skip` on" if self.skips else ""
             yield "out[b, h, first + r] = factor * the sum over keys of"
             yield f"plane[slot, r, j] y[b, h / group, j]{rows},"
-        yield "where a slot is a head of a sequence. Elements of the plane that are hidden from a row are zeros."
+        hidden = "are hidden from a row and from the next REACH rows" if self.reach else "are hidden from a row"
+        yield f"where a slot is a head of a sequence. Elements of the plane that {hidden} are zeros."
         if self.sums:
             yield "Rows of out from `summed` on begin with sums of strips before. Rows before `complete` are stored as"
             yield "sums, to which a later strip adds: (sequences, heads of out, places, columns) fp32."

@@ -13,6 +13,7 @@ from ..lift.tiling import block_dim
 from ..names import suffix
 from ..tile.passes import TilePass
 from . import kernels
+from .contractions import ContractionKernel
 from .gradient_sums import GradientSum, gradient_sums
 from .limits import Limits
 from .on_chip_gradients import GradScoresKernel
@@ -84,6 +85,10 @@ class StripModule:
     def trains(self) -> bool:
         """Whether the module computes a pass of training by strips."""
         return self.streams("forward") or self.streams("backward")
+
+    def contracts(self, pass_name: str) -> bool:
+        """Return whether mtagen's kernels multiply the planes of a pass by rows, instead of cuBLAS's."""
+        return any(isinstance(source, ContractionKernel) for source in self[pass_name].cuda.values())
 
     @property
     def prefixes(self) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 Both compute scores and gradients of shares, the probabilities after all stages, from queries, keys, values and
 gradients of outputs, tile by tile. The first one sums products of probabilities with their gradients, for all rows of a
-call. The second one fills two planes of a strip: gradients of scores, and shares. The products of these planes with
-queries, keys and gradients of outputs are those of other strips.
+call. The second one fills two planes of a strip: gradients of scores, and shares. The kernels of ``contractions.py``,
+or cuBLAS's, multiply these planes by queries, keys and gradients of outputs.
 """
 
 from __future__ import annotations

@@ -179,10 +179,18 @@ MUTANTS = (
     Mutant(
         "strip-without-keys-clears-shared-rows",
         f"{TRITON}/strip_backward.j2",
-        '("grad_values" in cuda or spec.context)',
-        '("grad_values" in cuda)',
+        '(module.contracts("backward") or spec.context)',
+        '(module.contracts("backward"))',
         "A strip whose rows see no key clears the gradients of rows that it shares with the strip before.",
         (f"{INTERPRETED_STRIP}::test_strips_whose_rows_see_no_key",),
+    ),
+    Mutant(
+        "strip-gradients-of-unseeing-rows-not-cleared",
+        f"{TRITON}/strip_batch_host.j2",
+        "((dq, first_row), (dk, first_key), (dv, first_key))",
+        "((dk, first_key), (dv, first_key))",
+        "Gradients of queries that see no key are what memory held.",
+        ("tests/interpreter/test_cuda_strip.py::test_strips_add_to_gradients_that_they_share",),
     ),
     Mutant(
         "strip-outputs-mixed-by-the-transposed-matrix",
