@@ -35,7 +35,7 @@ CASES: dict[str, Spec] = {
         None, 48, 32, mixed_heads=4, post_mixed_heads=16, window=(12, -1), dtype="fp16"
     ),
     "16 heads before, 2 after, a window on both sides": Spec(
-        None, 16, mixed_heads=16, post_mixed_heads=2, causal=False, window=(30, 9), dtype="fp16"
+        None, 64, mixed_heads=16, post_mixed_heads=2, causal=False, window=(30, 9), dtype="fp16"
     ),
 }
 every_case = pytest.mark.parametrize("spec", CASES.values(), ids=CASES)
@@ -83,6 +83,13 @@ def test_several_strips_and_chunks(name: str, folder: Path, monkeypatch: pytest.
     op = build(CASES[name], folder, workspace_bytes=2**10, chunks=3, patch=monkeypatch)
     for sizes in (Sizes(2, 16, 4, 150, 200), Sizes(1, 32, 32, 140, 20)):
         assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes)), sizes
+
+
+@pytest.mark.parametrize("name", ["before and after", "16 heads before, 2 after, a window on both sides"])
+def test_keys_that_products_do_not_read(name: str, folder: Path) -> None:
+    """They are not cleared: a strip of more than two tiles of rows and keys, of which most are hidden."""
+    op = build(CASES[name], folder)
+    assert not problems.failures(op, op.plan.spec, problems.random(op.plan.spec, Sizes(1, 16, 16, 290, 300)))
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -22,6 +22,7 @@ from ..geometry.affine import N_Q, Size
 from ..kernel import Argument, Buffer, Kernel, numbers, reads, writes
 from ..sizes import B0, B1, BATCH, COUNT, N_HEADS
 from ..targets import SHARED_BYTES_PER_CYCLE
+from .contractions import BLOCK, STEP, contractions
 from .kernels import PROGRAMS
 from .on_chip import BARRIER, CHUNKS, HEAD_WARPS, KEYS, NUMBERS, OnChip
 from .row_shared import MAX_HEADS
@@ -181,6 +182,11 @@ class GradScoresKernel(OnChipGradient):
     def programs(self) -> int:
         """Upper limit of the CTAs of a bundle, which have sums of matrices' gradients of their own."""
         return PROGRAMS
+
+    @property
+    def tile_of_readers(self) -> int:
+        """Rows, and keys, of tiles that products read whole if a row sees a key; 0 if cuBLAS reads all of a plane."""
+        return max(BLOCK, STEP) if contractions("backward", self.spec, self.target) else 0
 
     @property
     def most_rows(self) -> int:

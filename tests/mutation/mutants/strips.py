@@ -193,6 +193,14 @@ MUTANTS = (
         ("tests/interpreter/test_cuda_strip.py::test_strips_add_to_gradients_that_they_share",),
     ),
     Mutant(
+        "cuda-heads-leave-keys-that-products-read",
+        f"{CUDA}/heads_grad_scores.cu.j2",
+        "(read.end + READ - 1) / READ * READ",
+        "read.end",
+        "Gradients take in what memory held for hidden keys in the last tile of keys that some row sees.",
+        ("tests/interpreter/test_on_chip_gradients.py::test_several_strips_and_chunks",),
+    ),
+    Mutant(
         "strip-outputs-mixed-by-the-transposed-matrix",
         f"{TRITON}/strip_mixed_outputs.j2",
         "acc += tl.load(matrix + h * MIXED + g)",
