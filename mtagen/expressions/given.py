@@ -7,6 +7,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Sequence
+from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
@@ -55,7 +56,14 @@ def canonical(
     """
     if given is None:
         return None
-    return settled(name, read(name, text_of(name, given, parameters), parameters, distances), parameters)
+    return _canonical(name, text_of(name, given, parameters), tuple(parameters), distances)
+
+
+@lru_cache(maxsize=1024)  # specs that are equal, or differ in other fields, have the same texts
+def _canonical(
+    name: str, text: str, parameters: tuple[Parameter, ...], distances: tuple[float, float] | None
+) -> str | None:
+    return settled(name, read(name, text, parameters, distances), parameters)
 
 
 def text_of(name: str, given: str | Function, parameters: Sequence[Parameter], *, has_integers: bool = False) -> str:

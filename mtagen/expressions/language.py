@@ -10,7 +10,7 @@ import ast
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any, ClassVar, TypeAlias
 
 import sympy
@@ -300,9 +300,10 @@ def write(expr: Value) -> str:
     return str(_Writer().doprint(expr))
 
 
-def names_in(text: str, parameters: Sequence[Parameter] = ()) -> set[str]:
+@lru_cache(maxsize=1024)
+def names_in(text: str, parameters: tuple[Parameter, ...] = ()) -> frozenset[str]:
     """Return the names that a canonical text reads: s, i, j, h, b and parameters."""
-    return {str(symbol) for symbol in read("text", text, parameters).free_symbols}
+    return frozenset(str(symbol) for symbol in read("text", text, parameters).free_symbols)
 
 
 def is_of_distance(text: str, parameters: Sequence[Parameter] = ()) -> bool:

@@ -313,15 +313,16 @@ def proposals(role: str, spec: Spec, lift: Lift, target: Target) -> list[Tile]:
     if role in VECTOR_ROLES:
         return [_vector_tile(role, spec, lift)]
     fitting = []
-    nearest: tuple[float, str] = (float("inf"), "")
+    too_large: list[tuple[Tile, Resources]] = []
     for tile in candidates(role, spec, lift, target):
         need = resources(role, tile, spec, lift, target)
-        if (over := _over(need, target)) > 1:
-            nearest = min(nearest, (over, _shortfall(role, tile, need, target)))
+        if _over(need, target) > 1:
+            too_large.append((tile, need))
         else:
             fitting.append(tile)
     if not fitting:
-        raise PlanError(nearest[1])
+        nearest = min(too_large, key=lambda x: _over(x[1], target))
+        raise PlanError(_shortfall(role, *nearest, target))
     return sorted(fitting, key=lambda tile: cost(role, tile, spec, lift, target))
 
 
