@@ -20,7 +20,9 @@ from mtagen.runtime.offline import Usage, usage_of_cubins
 from mtagen.spec import Spec
 
 # Bytes of stack that a thread may use, for what its main loop touches seldom and for some B operands of large kernels.
-STACK = {"forward": 128, "backward": 160, "decode": 0}
+STACK = {"forward": 128, "decode": 0}
+STACK_OF_BACKWARD = {"sm_80": 64, "sm_90a": 64}  # of its main kernel; other targets and kernels have none
+STACK_OF_CONVOLUTION = 96  # and what operands of the convolution in the backward pass take on sm_90a
 STACK_AT_EDGES = 64  # and what the tiles near the diagonal touch besides, where columns are cut from fragments
 LARGEST = Spec((16, 17), 128)
 STACK_OF_LARGEST = 864  # and 24 B operands of its convolution, which do not fit beside dK and dV
@@ -47,12 +49,11 @@ HOPPER_ONLY = [
 ]
 BACKWARD_OF_SWEEP = [
     ("sm_90a", Spec((6, 11), 80, dtype="fp16", causal=False)),
-    ("sm_90a", Spec((1, 1), 32)),
     ("sm_90a", LARGEST),
-    ("sm_80", Spec((1, 1), 256)),
+    ("sm_80", Spec((6, 11), 64, dtype="fp16", causal=False)),
     ("sm_80", Spec((16, 17), 80)),
+    ("sm_89", Spec((6, 11), 128)),
     ("sm_89", Spec((6, 11), 112)),
-    ("sm_89", Spec((4, 2), 64, key_padding="left")),
 ]
 CASES = [
     *(("forward", target, spec) for target in ("sm_80", "sm_90a") for spec in FORWARD),
@@ -64,7 +65,9 @@ CASES = [
     ("backward", "sm_80", Spec((6, 11), 128)),
     *(("backward", target, Spec((6, 11), 64, mask="output")) for target in ("sm_80", "sm_90a")),
     *(("backward", target, Spec((1, 1), d)) for target in ("sm_80", "sm_90a") for d in (64, 128)),
-    ("backward", "sm_90a", Spec((4, 2), 64, key_padding="left")),
+    ("backward", "sm_90a", Spec((1, 1), 32)),
+    ("backward", "sm_80", Spec((1, 1), 256)),
+    *(("backward", target, Spec((4, 2), 64, key_padding="left")) for target in ("sm_89", "sm_90a")),
     *(("backward", "sm_89", spec) for spec in (Spec((6, 11), 128, dtype="fp16"), Spec((9, 2), 80))),
     *(pytest.param("backward", target, spec, marks=pytest.mark.sweep) for target, spec in BACKWARD_OF_SWEEP),
     *(("decode", target, Spec((6, 11), 128)) for target in ("sm_80", "sm_89", "sm_90a")),
@@ -104,13 +107,12 @@ def test_compiles(pass_name: str, target: str, spec: Spec, log: Callable[[], str
     assert not log()
     usage = usage_of_cubins(cubin)
     assert set(usage) == {kernel.name for kernel in plan.kernels}
-    stack = STACK[pass_name] + STACK_AT_EDGES * Mask.of(spec).zeroes_terms
-    stack += STACK_OF_LARGEST * (pass_name == "backward" and spec == LARGEST)
     for kernel in plan.kernels:
-        check_resources(kernel, target, usage[kernel.name], stack)
-    if pass_name == "backward":
-        assert bool(count(usage[plan.name].opcodes, "HGMMA")) == plan.hopper
-        assert count(usage[plan.name].opcodes, "HMMA")
+        check_resources(kernel, target, usage[kernel.name], stack_of(kernel, pass_name, target, spec))
+        if pass_name == "backward":
+            is_main, opcodes = kernel.role == "backward", usage[kernel.name].opcodes
+            assert bool(count(opcodes, "HGMMA")) == (is_main and plan.hopper)
+            assert bool(count(opcodes, "HMMA")) == is_main
     if isinstance(plan, TileForward):
         printed = dict(re.findall(r"constexpr int SHARED_(\w+) = (\d+);", source))
         assert printed == {region.name: str(region.offset) for region in plan.shared.regions}
@@ -126,7 +128,8 @@ def test_parameters_compile(pass_name: str, log: Callable[[], str]) -> None:
     usage = usage_of_cubins(compile_cubin(render(plan), "sm_90a", plan.name))
     assert not log()
     for kernel in plan.kernels:
-        check_resources(kernel, "sm_90a", usage[kernel.name], STACK[pass_name] + STACK_OF_PARAMETERS)
+        stack = stack_of(kernel, pass_name, "sm_90a", spec) + STACK_OF_PARAMETERS
+        check_resources(kernel, "sm_90a", usage[kernel.name], stack)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
@@ -191,6 +194,17 @@ def test_integers_are_read_off_machine_code() -> None:
     for wrong in (given_away, too_early):
         with pytest.raises(UnknownError):
             list(MachineCode(wrong).stores(0x100))
+
+
+def stack_of(kernel: Kernel, pass_name: str, target: str, spec: Spec) -> int:
+    """The bytes of stack that a thread of a kernel may use."""
+    at_edges = STACK_AT_EDGES * Mask.of(spec).zeroes_terms
+    if pass_name != "backward":
+        return STACK[pass_name] + at_edges
+    if kernel.role != "backward":
+        return 0
+    convolution = STACK_OF_CONVOLUTION * (target == "sm_90a" and spec.cq * spec.ck > 1)
+    return STACK_OF_BACKWARD.get(target, 0) + convolution + at_edges + STACK_OF_LARGEST * (spec == LARGEST)
 
 
 def check_resources(kernel: Kernel, target: str, used: Usage, stack: int) -> None:

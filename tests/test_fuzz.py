@@ -20,7 +20,7 @@ from fuzz.shrink import shrink
 from torch import Tensor
 
 SEED = 40
-SECONDS = {"cpu": 5, "interpreter": 5, "emulator": 5}  # all that continuous integration spends
+SECONDS = {"cpu": 10, "interpreter": 10, "emulator": 10}  # all that continuous integration spends
 
 
 @pytest.mark.parametrize("backend", [pytest.param(x, marks=needs_compiler if x == "emulator" else ()) for x in SECONDS])

@@ -62,7 +62,7 @@ def linked_cuda(source: str) -> str:
 def linked_python(library: str, *code: str) -> str:
     """Return the definitions of a Python library that parts of code need, in the library's order."""
     paragraphs = _definitions(library)
-    needed = _needed(set[str]().union(*map(_read_in, code)), paragraphs)
+    needed = _needed(frozenset[str]().union(*map(_read_in, code)), paragraphs)
     return "\n".join(one.text for one in paragraphs if one.defines & needed)
 
 
@@ -83,18 +83,19 @@ def _definitions(library: str) -> tuple[Paragraph, ...]:
                 names = [name]
             case _:
                 raise ValueError(ast.unparse(node))
-        paragraphs.append(Paragraph(text, frozenset(names), frozenset(_read(node))))
+        paragraphs.append(Paragraph(text, frozenset(names), _read(node)))
     return tuple(paragraphs)
 
 
 @lru_cache(maxsize=16)  # the same kernels and host functions are linked with several libraries
-def _read_in(code: str) -> set[str]:
+def _read_in(code: str) -> frozenset[str]:
     return _read(ast.parse(code))
 
 
-def _read(tree: ast.AST) -> set[str]:
+def _read(tree: ast.AST) -> frozenset[str]:
     """Return the names that Python code reads."""
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
+    return frozenset(node.id for node in names if isinstance(node.ctx, ast.Load))
 
 
 def _needed(named: Iterable[str], library: Sequence[Paragraph]) -> set[str]:

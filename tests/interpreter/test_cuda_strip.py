@@ -222,7 +222,7 @@ def test_recipes(name: str, workspace_bytes: int, rows: int, folder: Path, monke
     monkeypatch.setattr(recipes, "serves", lambda x: True)
     sizes = Sizes(2, heads, heads // 2, rows, rows)
     with recipes.suspended():
-        expected = [step(op, sizes, seed) for seed in range(4)]
+        expected = [step(op, sizes, seed) for seed in range(6)]
     for seed, results in enumerate(expected):
         assert all(torch.equal(x, y) for x, y in zip(step(op, sizes, seed), results, strict=True))
     assert len(recipes._recipes) == 6  # of each pass, one for either layout
