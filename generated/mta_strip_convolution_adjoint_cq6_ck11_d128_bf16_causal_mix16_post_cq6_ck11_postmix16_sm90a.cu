@@ -168,6 +168,15 @@ struct VisibleKeys {
             HIDES_LATER ? min(end, position + rows + SEEN_AHEAD) : end};
   }
 
+  // The keys before `end` that kernels read of `rows` rows from row r on: tiles of TILE rows and TILE keys in which some
+  // row sees a key, with MORE_ROWS rows and MORE_KEYS keys on each side. `position` is that of row 0.
+  template <int TILE, int MORE_ROWS, int MORE_KEYS>
+  DEVICE static VisibleKeys read(int r, int rows, int position, int end) {
+    const int first = max(0, r - MORE_ROWS) / TILE * TILE, last = (r + rows - 1 + MORE_ROWS) / TILE * TILE + TILE;
+    const VisibleKeys seen = of_rows<TILE>(position + first, last - first, 0, end);
+    return {max(0, seen.start - MORE_KEYS), min(end, max(0, seen.end + TILE - 1) / TILE * TILE + MORE_KEYS)};
+  }
+
   // The visible keys among the `count` keys from `begin` on, counted from `begin`.
   DEVICE VisibleKeys within(int begin, int count) const {
     const int last = max(0, min(end - begin, count));
@@ -241,13 +250,13 @@ DEVICE void clear_tile(Type* to, int pitch, int rows, int thread) {
       store_global(to + static_cast<long long>(i / CHUNKS) * pitch + i % CHUNKS * CHUNK, 0, 0, 0, 0);
 }
 
-// Calls clear(key) for the tiles of KEYS keys, from `begin` to before `end`, without a visible key.
+// Calls clear(key) for the tiles of KEYS keys, from `begin` on, that are read and have no visible key.
 template <int KEYS, class Clear>
-DEVICE void for_hidden_tiles(VisibleKeys seen, int begin, int end, Clear clear) {
+DEVICE void for_hidden_tiles(VisibleKeys seen, VisibleKeys read, int begin, Clear clear) {
   if (HIDES_LATER || Sequence::DECODES)
-    for (int key = max(seen.start, (seen.end + KEYS - 1) / KEYS * KEYS); key < end; key += KEYS) clear(key);
+    for (int key = max(seen.start, (seen.end + KEYS - 1) / KEYS * KEYS); key < read.end; key += KEYS) clear(key);
   if (HIDES_EARLIER)
-    for (int key = begin; key < min(seen.start, end); key += KEYS) clear(key);
+    for (int key = max(begin, read.start / KEYS * KEYS); key < min(seen.start, read.end); key += KEYS) clear(key);
 }
 
 // ---- Constants ------------------------------------------------------------------------------------------------------
@@ -532,7 +541,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_convolution_a
     __syncthreads();  // the slab has been read
   }
 
-  for_hidden_tiles<KEYS>(seen, walk, end, [&](int key) {
+  const VisibleKeys read = VisibleKeys{0, end};
+  for_hidden_tiles<KEYS>(seen, read, walk, [&](int key) {
     clear_tile<THREADS, ROWS, KEYS>(dx + static_cast<long long>(r0) * pitch + key, pitch, count - r0,
                                     threadIdx.x);
   });

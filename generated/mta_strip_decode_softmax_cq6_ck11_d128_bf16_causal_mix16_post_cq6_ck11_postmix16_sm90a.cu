@@ -187,6 +187,15 @@ struct VisibleKeys {
             HIDES_LATER ? min(end, position + rows + SEEN_AHEAD) : end};
   }
 
+  // The keys before `end` that kernels read of `rows` rows from row r on: tiles of TILE rows and TILE keys in which some
+  // row sees a key, with MORE_ROWS rows and MORE_KEYS keys on each side. `position` is that of row 0.
+  template <int TILE, int MORE_ROWS, int MORE_KEYS>
+  DEVICE static VisibleKeys read(int r, int rows, int position, int end) {
+    const int first = max(0, r - MORE_ROWS) / TILE * TILE, last = (r + rows - 1 + MORE_ROWS) / TILE * TILE + TILE;
+    const VisibleKeys seen = of_rows<TILE>(position + first, last - first, 0, end);
+    return {max(0, seen.start - MORE_KEYS), min(end, max(0, seen.end + TILE - 1) / TILE * TILE + MORE_KEYS)};
+  }
+
   // The visible keys among the `count` keys from `begin` on, counted from `begin`.
   DEVICE VisibleKeys within(int begin, int count) const {
     const int last = max(0, min(end - begin, count));
@@ -325,11 +334,12 @@ DEVICE void clear_blocks(const Row<Type>& row, int begin, int end, int heads, in
       if (copied_head(n, lane) < heads) store_global(row.of(n, key), 0, 0, 0, 0);
 }
 
-// Writes zeros to the blocks without a visible key, of `keys` keys.
+// Writes zeros to the blocks that are read and have no visible key.
 template <int WARPS, class Type>
-DEVICE void clear_hidden_blocks(const Row<Type>& row, VisibleKeys seen, int keys, int heads, int warp, int lane) {
-  clear_blocks<WARPS>(row, seen.end, keys, heads, warp, lane);
-  if (HIDES_EARLIER) clear_blocks<WARPS>(row, 0, seen.start / BLOCK_KEYS * BLOCK_KEYS, heads, warp, lane);
+DEVICE void clear_hidden_blocks(const Row<Type>& row, VisibleKeys seen, VisibleKeys read, int heads, int warp, int lane) {
+  clear_blocks<WARPS>(row, seen.end, read.end, heads, warp, lane);
+  if (HIDES_EARLIER)
+    clear_blocks<WARPS>(row, read.start / BLOCK_KEYS * BLOCK_KEYS, seen.start / BLOCK_KEYS * BLOCK_KEYS, heads, warp, lane);
 }
 
 // ---- Tiles: 16 keys of 16 heads ------------------------------------------------------------------------------------
@@ -616,5 +626,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_softma
     });
     write_block(to, key, slot, place.heads, lane);
   });
-  clear_hidden_blocks<WARPS>(to, seen, section_keys, place.heads, warp, lane);
+  clear_hidden_blocks<WARPS>(to, seen, VisibleKeys{0, section_keys},
+                             place.heads, warp, lane);
 }

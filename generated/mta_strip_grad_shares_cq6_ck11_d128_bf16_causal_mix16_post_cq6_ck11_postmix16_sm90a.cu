@@ -118,6 +118,15 @@ struct VisibleKeys {
             HIDES_LATER ? min(end, position + rows + SEEN_AHEAD) : end};
   }
 
+  // The keys before `end` that kernels read of `rows` rows from row r on: tiles of TILE rows and TILE keys in which some
+  // row sees a key, with MORE_ROWS rows and MORE_KEYS keys on each side. `position` is that of row 0.
+  template <int TILE, int MORE_ROWS, int MORE_KEYS>
+  DEVICE static VisibleKeys read(int r, int rows, int position, int end) {
+    const int first = max(0, r - MORE_ROWS) / TILE * TILE, last = (r + rows - 1 + MORE_ROWS) / TILE * TILE + TILE;
+    const VisibleKeys seen = of_rows<TILE>(position + first, last - first, 0, end);
+    return {max(0, seen.start - MORE_KEYS), min(end, max(0, seen.end + TILE - 1) / TILE * TILE + MORE_KEYS)};
+  }
+
   // The visible keys among the `count` keys from `begin` on, counted from `begin`.
   DEVICE VisibleKeys within(int begin, int count) const {
     const int last = max(0, min(end - begin, count));
@@ -445,16 +454,6 @@ extern "C" __global__ void __launch_bounds__(320, 2) mta_strip_grad_shares_cq6_c
   pin(put), pin(take);
   const int rows = count - r0 - row - (lane >> 3);  // rows that exist from there on
   plane += static_cast<long long>(row + (lane >> 3)) * pitch + seen.start + (lane & 7) * CHUNK;
-  // Tiles in which no row sees a key become zeros.
-  auto clear_tile = [&](Result* to) {
-#pragma unroll
-    for (int panel = 0; panel < KEYS / PANEL; ++panel)
-#pragma unroll
-      for (int i = 0; i < 16; i += 4)
-        if (i < rows) store_global(to + i * pitch + panel * PANEL, 0, 0, 0, 0);
-  };
-  if constexpr (ZEROES && HIDES_EARLIER)
-    for (int key = part.walk; key < min(seen.start, end); key += KEYS) clear_tile(plane + key - seen.start);
 
   for (int t = 0; t < tiles; ++t) {
     const int buffer = t % TILES;
@@ -504,7 +503,4 @@ extern "C" __global__ void __launch_bounds__(320, 2) mta_strip_grad_shares_cq6_c
     }
     plane += KEYS;
   }
-
-  if constexpr (ZEROES && HIDES_LATER)
-    for (int key = seen.start + tiles * KEYS; key < end; key += KEYS, plane += KEYS) clear_tile(plane);
 }

@@ -3,7 +3,7 @@
 // The convolution after the softmax of multi-token attention, kernel 6 x 11 over (queries, keys).
 // In every plane [slot, r, j] of a strip, where rows 0 <= r < count and keys 0 <= j < keys exist:
 // dx[r, j] = sum over u, v of W[u, v] dy[r + 5 - u, j + 5 - v],
-// for query first + r, which sits at position first + r + off; hidden results are zeros.
+// for query first + r, which sits at position first + r + off.
 //
 // mta_strip_post_convolution_adjoint_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-count // 64) * (-(-keys // 256)) * slots), 128, 51776>>>
 
@@ -168,6 +168,15 @@ struct VisibleKeys {
             HIDES_LATER ? min(end, position + rows + SEEN_AHEAD) : end};
   }
 
+  // The keys before `end` that kernels read of `rows` rows from row r on: tiles of TILE rows and TILE keys in which some
+  // row sees a key, with MORE_ROWS rows and MORE_KEYS keys on each side. `position` is that of row 0.
+  template <int TILE, int MORE_ROWS, int MORE_KEYS>
+  DEVICE static VisibleKeys read(int r, int rows, int position, int end) {
+    const int first = max(0, r - MORE_ROWS) / TILE * TILE, last = (r + rows - 1 + MORE_ROWS) / TILE * TILE + TILE;
+    const VisibleKeys seen = of_rows<TILE>(position + first, last - first, 0, end);
+    return {max(0, seen.start - MORE_KEYS), min(end, max(0, seen.end + TILE - 1) / TILE * TILE + MORE_KEYS)};
+  }
+
   // The visible keys among the `count` keys from `begin` on, counted from `begin`.
   DEVICE VisibleKeys within(int begin, int count) const {
     const int last = max(0, min(end - begin, count));
@@ -229,26 +238,6 @@ struct Batch : SequenceRows {
 };
 
 using Sequence = Batch;
-
-// ---- Tiles of planes -----------------------------------------------------------------------------------------------
-
-// THREADS threads write zeros to a tile of KEYS columns, of which the first `rows` of ROWS rows exist, from `to` on.
-template <int THREADS, int ROWS, int KEYS, class Type>
-DEVICE void clear_tile(Type* to, int pitch, int rows, int thread) {
-  constexpr int CHUNKS = KEYS / CHUNK;
-  for (int i = thread; i < ROWS * CHUNKS; i += THREADS)
-    if (i / CHUNKS < rows)
-      store_global(to + static_cast<long long>(i / CHUNKS) * pitch + i % CHUNKS * CHUNK, 0, 0, 0, 0);
-}
-
-// Calls clear(key) for the tiles of KEYS keys, from `begin` to before `end`, without a visible key.
-template <int KEYS, class Clear>
-DEVICE void for_hidden_tiles(VisibleKeys seen, int begin, int end, Clear clear) {
-  if (HIDES_LATER || Sequence::DECODES)
-    for (int key = max(seen.start, (seen.end + KEYS - 1) / KEYS * KEYS); key < end; key += KEYS) clear(key);
-  if (HIDES_EARLIER)
-    for (int key = begin; key < min(seen.start, end); key += KEYS) clear(key);
-}
 
 // ---- Constants ------------------------------------------------------------------------------------------------------
 
@@ -531,9 +520,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_post_convolut
     });
     __syncthreads();  // the slab has been read
   }
-
-  for_hidden_tiles<KEYS>(seen, walk, end, [&](int key) {
-    clear_tile<THREADS, ROWS, KEYS>(dx + static_cast<long long>(r0) * pitch + key, pitch, count - r0,
-                                    threadIdx.x);
-  });
 }

@@ -214,6 +214,15 @@ struct VisibleKeys {
             HIDES_LATER ? min(end, position + rows + SEEN_AHEAD) : end};
   }
 
+  // The keys before `end` that kernels read of `rows` rows from row r on: tiles of TILE rows and TILE keys in which some
+  // row sees a key, with MORE_ROWS rows and MORE_KEYS keys on each side. `position` is that of row 0.
+  template <int TILE, int MORE_ROWS, int MORE_KEYS>
+  DEVICE static VisibleKeys read(int r, int rows, int position, int end) {
+    const int first = max(0, r - MORE_ROWS) / TILE * TILE, last = (r + rows - 1 + MORE_ROWS) / TILE * TILE + TILE;
+    const VisibleKeys seen = of_rows<TILE>(position + first, last - first, 0, end);
+    return {max(0, seen.start - MORE_KEYS), min(end, max(0, seen.end + TILE - 1) / TILE * TILE + MORE_KEYS)};
+  }
+
   // The visible keys among the `count` keys from `begin` on, counted from `begin`.
   DEVICE VisibleKeys within(int begin, int count) const {
     const int last = max(0, min(end - begin, count));
@@ -338,11 +347,12 @@ DEVICE void clear_blocks(const Row<Type>& row, int begin, int end, int heads, in
       if (copied_head(n, lane) < heads) store_global(row.of(n, key), 0, 0, 0, 0);
 }
 
-// Writes zeros to the blocks without a visible key, of `keys` keys.
+// Writes zeros to the blocks that are read and have no visible key.
 template <int WARPS, class Type>
-DEVICE void clear_hidden_blocks(const Row<Type>& row, VisibleKeys seen, int keys, int heads, int warp, int lane) {
-  clear_blocks<WARPS>(row, seen.end, keys, heads, warp, lane);
-  if (HIDES_EARLIER) clear_blocks<WARPS>(row, 0, seen.start / BLOCK_KEYS * BLOCK_KEYS, heads, warp, lane);
+DEVICE void clear_hidden_blocks(const Row<Type>& row, VisibleKeys seen, VisibleKeys read, int heads, int warp, int lane) {
+  clear_blocks<WARPS>(row, seen.end, read.end, heads, warp, lane);
+  if (HIDES_EARLIER)
+    clear_blocks<WARPS>(row, read.start / BLOCK_KEYS * BLOCK_KEYS, seen.start / BLOCK_KEYS * BLOCK_KEYS, heads, warp, lane);
 }
 
 // ---- Tiles: 16 keys of 16 heads ------------------------------------------------------------------------------------
@@ -576,8 +586,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_post_mix_back
       write_block(to, key, slot, place.heads, lane);
       write_block(gradient, key, slot + BLOCK_BYTES, place.heads, lane);
     });
-    clear_hidden_blocks<WARPS>(to, seen, keys, place.heads, warp, lane);
-    clear_hidden_blocks<WARPS>(gradient, seen, keys, place.heads, warp, lane);
+    clear_hidden_blocks<WARPS>(to, seen, VisibleKeys{0, keys},
+                               place.heads, warp, lane);
+    clear_hidden_blocks<WARPS>(gradient, seen, VisibleKeys::read<128, 6, 8>(r, 1, sequence.position(0), keys),
+                               place.heads, warp, lane);
   };
   for (int r = place.number; r < count; r += PROGRAMS) mix_row(r);
 

@@ -1,7 +1,7 @@
 """The CUDA kernels that multiply planes by rows, on a CPU that plays the GPU, against their formulas.
 
 All numbers are small multiples of 1/8, so only the last rounding of a sum is not exact. Planes hold NaN behind their
-keys and in rows that have no part. Tensors hold NaN in rows and keys of other strips.
+keys, where kernels read no key, and in rows that have no part. Tensors hold NaN in rows and keys of other strips.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulator import needs_compiler
-from test_emulated_strip import Strip, eighths, planes, run, source_of
+from test_emulated_strip import Strip, eighths, planes, read_keys, run, source_of
 from torch import Tensor
 
 from mtagen.dtypes import TORCH_DTYPES
@@ -35,6 +35,7 @@ STRIPS = (
     (2, Strip(4, 131, 650, first=30, off=500, skip=12, sequences=2, b0=1)),  # more tiles than room for them
     (1, Strip(2, 70, 150, first=3, off=-45, skip=3)),  # when causal, 42 rows see nothing
     (3, Strip(3, 64, 128, first=64, off=0)),  # a whole tile
+    (1, Strip(1, 150, 460, first=127, skip=5)),  # many keys that no row sees
 )
 
 
@@ -67,6 +68,7 @@ class Contraction:
             self.total = torch.einsum("bhgrj,bhgrd->bhjd", x[..., top:, :], y[..., top:, :])
         else:
             self.total = torch.einsum("bhgrj,bhojd->bhgrd", x, y).flatten(1, 2)
+        self.x = self.x.where(read_keys(source.reads_hidden, spec, strip), torch.nan)
         if source.skips:
             self.x[:, : strip.skip] = torch.nan
         first, places = (strip.first, strip.count) if source.over_rows else (0, strip.keys)

@@ -23,6 +23,7 @@ from torch.nn import functional
 from mtagen.dtypes import TORCH_DTYPES
 from mtagen.planner.passes import PASSES
 from mtagen.planner.sizes import B0, B1, COUNT, GROUP, KEYS, KV_HEADS, N_HEADS, N_NEW, SLOTS, SPLITS
+from mtagen.planner.strip.hidden import HiddenKeys
 from mtagen.planner.strip.kernels import PROGRAMS, SECTION
 from mtagen.planner.strip.limits import Limits
 from mtagen.planner.strip.passes import StripPass
@@ -201,6 +202,17 @@ def planes(values: Tensor, dtype: torch.dtype, spec: Spec, strip: Strip) -> Tens
     return made
 
 
+def read_keys(hidden: HiddenKeys, spec: Spec, strip: Strip) -> Tensor:
+    """(slots, rows, keys): which keys kernels read of each row, those that it sees and hidden ones."""
+    if hidden.all or not hidden.tile:
+        return strip.seen(spec).expand(-1, strip.count, -1) | hidden.all
+    size, around = hidden.tile, (hidden.rows, hidden.keys)
+    whole = strip._replace(count=-(-strip.count // size) * size)
+    tiles = functional.max_pool2d(whole.seen(spec).expand(-1, whole.count, -1).float(), size, ceil_mode=True)
+    read = tiles.repeat_interleave(size, 1).repeat_interleave(size, 2)[:, : strip.count, : strip.keys]
+    return functional.max_pool2d(read, [2 * n + 1 for n in around], 1, around).bool()
+
+
 def empty(dtype: torch.dtype, spec: Spec, strip: Strip) -> Tensor:
     """Planes of results, which are NaN as yet."""
     return planes(torch.tensor(torch.nan), dtype, spec, strip)
@@ -251,6 +263,7 @@ STRIPS = (
     Strip(2, 131, 650, first=30, off=500, skip=12, valid=7, sequences=2, b0=1),  # tiles of rows, walks along keys
     Strip(2, 70, 150, first=3, off=-45, skip=3),  # when causal, 42 rows see nothing
     Strip(3, 64, 128, first=64, off=0),  # a whole tile
+    Strip(1, 150, 460, first=127, skip=5),  # many keys that no row sees
 )
 every_convolution = pytest.mark.parametrize("spec", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 RACES = pytest.mark.parametrize("spec", [CONVOLUTIONS["(6, 11)"], CONVOLUTIONS["(16, 16), right"]], ids=str)
@@ -290,16 +303,25 @@ class Case:
         """A plane of the strip."""
         return planes(values, TORCH_DTYPES[dtype], self.spec, self.strip)
 
+    def read_by(self, part: str, values: Tensor, dtype: str) -> Tensor:
+        """A plane of the strip, of NaN where the kernel of a part reads no values."""
+        read = read_keys(self.source(part).reads_hidden, self.spec, self.strip)
+        return self.plane(values.where(self.used & read, torch.nan), dtype)
+
+    def counts(self, part: str) -> Tensor:
+        """Which results of the kernel of a part others read."""
+        return read_keys(self.source(part).cleared[0], self.spec, self.strip)
+
     def convolve(self, folder: Path, seed: int = 0, *, checked: bool = False) -> Tensor:
         """What the kernel makes of x."""
         out = empty(TORCH_DTYPES[self.source("").result], self.spec, self.strip)
-        self.run("", folder, seed, checked=checked, x=self.plane(self.x.where(self.used, torch.nan), "fp16"), out=out)
+        self.run("", folder, seed, checked=checked, x=self.read_by("", self.x, "fp16"), out=out)
         return out
 
     def adjoint(self, folder: Path, seed: int = 0, *, checked: bool = False) -> Tensor:
         """What it makes of the gradient of the results."""
         dx = empty(TORCH_DTYPES[self.spec.dtype], self.spec, self.strip)
-        self.run("adjoint", folder, seed, checked=checked, dy=self.plane(self.dy, self.spec.dtype), dx=dx)
+        self.run("adjoint", folder, seed, checked=checked, dy=self.read_by("adjoint", self.dy, self.spec.dtype), dx=dx)
         return dx
 
     def gradient(self, folder: Path, seed: int = 0, *, checked: bool = False) -> Tensor:
@@ -307,7 +329,7 @@ class Case:
         chunks = -(-self.strip.keys // self.source("gradient").tile_keys) + 2  # of the call's keys, some come later
         sequences = self.strip.b0 + self.strip.sequences + 1
         partial = torch.ones(sequences, self.strip.heads, chunks, self.stage.cq, self.stage.ck)
-        x, dy = self.plane(self.x, "fp16"), self.plane(self.dy, self.spec.dtype)
+        x, dy = (self.read_by("gradient", z, t) for z, t in ((self.x, "fp16"), (self.dy, self.spec.dtype)))
         self.run("gradient", folder, seed, checked=checked, x=x, dy=dy, partial=partial, all_chunks=chunks)
         return partial
 
@@ -319,14 +341,14 @@ def test_convolution(spec: Spec, folder: Path) -> None:
         expected = case.stage.factor * case.y * case.seen
         if case.stage.final:
             expected[:, : strip.skip] = 0
-        assert_planes(case.convolve(folder, seed), expected, strip)
+        assert_planes(case.convolve(folder, seed), expected, strip, case.counts(""))
 
 
 @every_convolution
 def test_adjoint(spec: Spec, folder: Path) -> None:
     for seed, strip in enumerate(STRIPS):
         case = Case(spec, strip)
-        assert_planes(case.adjoint(folder, seed), case.dx * case.seen, strip)
+        assert_planes(case.adjoint(folder, seed), case.dx * case.seen, strip, case.counts("adjoint"))
 
 
 @every_convolution
@@ -510,7 +532,7 @@ def product(
     strides = {f"{name}_stride_{axis}": z.stride(i) for name, z in (("x", x), ("y", y)) for i, axis in enumerate("bhn")}
     factor = SCORE_SCALE
     run(source, strip, folder, seed, checked=checked, x=x, y=y, plane=plane, group=group, factor=factor, **strides)
-    return plane, expected, seen | source.zeroes
+    return plane, expected, seen | (source.zeroes & read_keys(source.cleared[0], spec, strip))
 
 
 @every_product
@@ -702,11 +724,22 @@ class Rows:
         """Terms that are added to mixed scores before the softmax."""
         return torch.zeros(())
 
+    def source(self, role: str) -> StripSource:
+        """The kernel of a role."""
+        return source_of(self.spec, f"decode_{role}" if self.strip.lengths else role)
+
+    def counts(self, role: str, i: int = 0) -> Tensor:
+        """Which results of a kernel others read, of its i-th plane."""
+        return read_keys(self.source(role).cleared[i], self.spec, self.strip)
+
+    def read_of(self, role: str, made: Tensor, i: int = 0) -> Tensor:
+        """The results that others read, of the i-th plane of the kernel of a role, and zeros elsewhere."""
+        return made[:, :, : self.strip.keys].where(self.counts(role, i), 0)
+
     def run(self, role: str, folder: Path, seed: int = 0, *, checked: bool = False, **tensors: Any) -> None:
         """Run the kernel of a role."""
         weights = {name: x.float() for name, x in self.weights.items()}
-        source = source_of(self.spec, f"decode_{role}" if self.strip.lengths else role)
-        run(source, self.strip, folder, seed, checked=checked, n_q=self.n_q, **(weights | tensors))
+        run(self.source(role), self.strip, folder, seed, checked=checked, n_q=self.n_q, **(weights | tensors))
 
     def plane(self, values: Tensor, dtype: str) -> Tensor:
         """A plane of the strip."""
@@ -810,8 +843,8 @@ def assert_softmax(rows: Rows, folder: Path, seed: int = 0) -> None:
     p, name = rows.probabilities * (PROBABILITY_SCALE if separate else 1), "" if separate else "post_head_weight"
     expected, terms = rows.mix(name, p), rows.mix(name, p, absolute=True)
     needed = strip.valid if strip.lengths else 0  # the first row that is
-    kept, dtype = out[:, needed:, : strip.keys], "fp16" if separate else rows.spec.dtype
-    assert_close(kept.where(strip.used, 0), expected[:, needed:], terms[:, needed:], dtype)
+    kept, dtype = rows.read_of("softmax", out).where(strip.used, 0), "fp16" if separate else rows.spec.dtype
+    assert_close(kept[:, needed:], expected[:, needed:], terms[:, needed:], dtype)
     own, outputs = rows.own(lse).reshape(strip.slots, -1), strip.count - strip.skip
     torch.testing.assert_close(own[:, -outputs:].double(), rows.lse[:, strip.skip :], atol=1e-5, rtol=1e-6)
     assert own[:, :-outputs].isnan().all()  # a strip before has these, and a decode step none
@@ -830,10 +863,10 @@ def assert_softmax_backward(rows: Rows, folder: Path, seed: int = 0) -> None:
     made = rows.softmax_backward(folder, seed)
     dx = rows.mix("head_weight", dc, transposed=True)
     dx_terms = 2 * rows.mix("head_weight", dc_terms, transposed=True, absolute=True)
-    assert_close(made["dx"][:, :, : strip.keys], dx, dx_terms, spec.dtype)
+    assert_close(rows.read_of("softmax_backward", made["dx"]), dx, dx_terms, spec.dtype)
     if "shares" in made:
         shares, terms = (rows.mix(after_it, p, absolute=absolute) for absolute in (False, True))
-        assert_close(made["shares"][:, :, : strip.keys], shares, terms, spec.dtype)
+        assert_close(rows.read_of("softmax_backward", made["shares"], 1), shares, terms, spec.dtype)
     if stages.mix:
         rows.assert_sums(made["mix_partial"], dc, rows.scores.where(seen, 0), dc_terms, stages.heads)
     if stages.fused_post_mix:
@@ -970,7 +1003,7 @@ def test_probabilities(heads: int, spec: Spec, folder: Path) -> None:
         out = empty(torch.float16, spec, strip)
         rows.run("probabilities", folder, seed, x=rows.score_plane(), lse=rows.statistics(rows.lse), out=out)
         expected = PROBABILITY_SCALE * rows.probabilities
-        assert_close(out[:, :, : strip.keys], expected, expected, "fp16")
+        assert_close(rows.read_of("probabilities", out), expected, expected, "fp16")
 
 
 class Mixed(Rows):
@@ -1006,7 +1039,7 @@ def test_post_mix(heads: int, spec: Spec, folder: Path) -> None:
         rows = Mixed(spec, strip)
         expected = rows.mix("post_head_weight", rows.x) / PROBABILITY_SCALE
         needed = not strip.lengths or (torch.arange(strip.count)[:, None] >= strip.skip) & strip.used
-        assert_planes(rows.post_mix(folder, seed), expected, strip, needed)
+        assert_planes(rows.post_mix(folder, seed), expected, strip, needed & rows.counts("post_mix"))
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (40, -1)])
@@ -1033,8 +1066,9 @@ def test_post_mix_backward(heads: int, spec: Spec, folder: Path) -> None:
     for seed, strip in enumerate(row_strips(heads)):
         rows = Mixed(spec, strip)
         out, dx, partial = rows.post_mix_backward(folder, seed)
-        assert_planes(out, rows.mix("post_head_weight", rows.x) / PROBABILITY_SCALE, strip)
-        assert_planes(dx, rows.mix("post_head_weight", rows.dy, transposed=True), strip)
+        shares, gradients = (rows.counts("post_mix_backward", i) for i in range(2))
+        assert_planes(out, rows.mix("post_head_weight", rows.x) / PROBABILITY_SCALE, strip, shares)
+        assert_planes(dx, rows.mix("post_head_weight", rows.dy, transposed=True), strip, gradients)
         nothing = torch.zeros_like(rows.dy)  # sums are exact
         rows.assert_sums(partial, rows.dy, rows.x / PROBABILITY_SCALE, nothing, rows.stages.post_heads)
 

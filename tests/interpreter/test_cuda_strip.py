@@ -131,6 +131,30 @@ SHARED: dict[str, tuple[dict[str, Any], Sizes]] = {
 }
 
 
+ALL_STAGES: dict[str, Any] = BEFORE_AND_AFTER | {"post_mixed_heads": 2}
+
+
+@pytest.mark.parametrize("head_dim", [64, 32])
+@pytest.mark.parametrize(
+    "stages",
+    [
+        pytest.param(ALL_STAGES, id="all stages"),
+        pytest.param({"kernel": (6, 11), "mixed_heads": 2, "window": (20, -1)}, id="a convolution before, in a window"),
+        pytest.param({"kernel": None, "post_kernel": (2, 5)}, id="a convolution after"),
+        pytest.param(ALL_STAGES | {"causal": False, "window": (40, 9)}, id="all stages, a window on both sides"),
+    ],
+)
+def test_keys_that_no_kernel_reads(stages: dict[str, Any], head_dim: int, folder: Path) -> None:
+    """They are not cleared. A strip has three tiles of rows, and of keys, of which many are hidden. cuBLAS reads all
+    keys.
+    """
+    made = plan(Spec(head_dim=head_dim, dtype="fp16", **stages), "sm_90a")
+    assert ("grad_values" in made["backward"].cuda) == (head_dim == 64)
+    load_emulated(made, folder)
+    op = assemble(made, torch_on_cpu=False)
+    assert not problems.failures_through_lse(op, made.spec, problems.random(made.spec, Sizes(1, 2, 1, 290, 300)))
+
+
 @pytest.mark.parametrize(("stages", "sizes"), SHARED.values(), ids=SHARED)
 def test_strips_add_to_gradients_that_they_share(stages: dict[str, Any], sizes: Sizes, folder: Path) -> None:
     """mtagen's kernels multiply planes by rows. Gradients that no strip computes are zeros."""

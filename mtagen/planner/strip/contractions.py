@@ -26,6 +26,7 @@ from ..cuda.wgmma import Wgmma
 from ..kernel import Kernel, numbers, reads, strides, writes
 from ..sizes import B0, B1, COUNT, KEYS, KV_HEADS, SLOTS
 from ..targets import get_target
+from .hidden import HiddenKeys
 from .on_chip import BARRIER
 from .source import StripSource
 
@@ -96,6 +97,10 @@ class ContractionKernel(StripSource):
     def fits(self) -> bool:
         is_supported = "wgmma" in get_target(self.target).matrix and not self.spec.packed
         return is_supported and self.spec.head_dim == self.spec.value_head_dim == PANEL
+
+    @property
+    def reads_hidden(self) -> HiddenKeys:
+        return HiddenKeys(max(BLOCK, STEP), self.reach)
 
     # ---- The division of the work
 
@@ -172,8 +177,9 @@ class ContractionKernel(StripSource):
             rows = ", for rows from `skip` on" if self.skips else ""
             yield "out[b, h, first + r] = factor * the sum over keys of"
             yield f"plane[slot, r, j] y[b, h / group, j]{rows},"
-        hidden = "are hidden from a row and from the next REACH rows" if self.reach else "are hidden from a row"
-        yield f"where a slot is a head of a sequence. Elements of the plane that {hidden} are zeros."
+        hidden = "a row and from the next REACH rows" if self.reach else "a row"
+        yield "where a slot is a head of a sequence. Tiles of which no row sees a key are not read. In others, elements"
+        yield f"of the plane that are hidden from {hidden} are zeros."
         if self.sums:
             yield "Rows of out from `summed` on begin with sums of strips before. Rows before `complete` are stored as"
             yield "sums, to which a later strip adds: (sequences, heads of out, places, columns) fp32."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from ...errors import PlanError, explain
 from ...spec import Spec
@@ -32,11 +32,11 @@ def cuda_sources(spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[St
         PlanError: no CUDA kernel fits; the message says why.
     """
     check_backend(spec, get_target(target))
-    fastest = {source.role: forms[0] for source in _candidates(spec, target, kernels) if (forms := source.variants)}
+    by_role = fastest(spec, target, kernels)
     roles = [kernel.role for kernel in kernels]
     if "softmax_backward" in roles and "grad_shares" not in roles:
         roles.append("grad_shares")  # otherwise computed by cuBLAS
-    sources = tuple(fastest[role] for role in roles if role in fastest)
+    sources = tuple(by_role[role] for role in roles if role in by_role)
     if not sources:
         rule = (
             f"cuda mixes up to {MAX_HEADS} heads, and convolves with mask='source' and value head dims that are "
@@ -44,6 +44,11 @@ def cuda_sources(spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[St
         )
         raise PlanError(explain("stages", spec.to_dict(), rule, "backend='triton'"))
     return sources
+
+
+def fastest(spec: Spec, target: str, kernels: Iterable[Kernel]) -> Mapping[str, StripSource]:
+    """Return the CUDA kernels that may replace Triton kernels, by role, in the form that the cost model prefers."""
+    return {source.role: forms[0] for source in _candidates(spec, target, kernels) if (forms := source.variants)}
 
 
 def _candidates(spec: Spec, target: str, kernels: Iterable[Kernel]) -> Iterator[StripSource]:

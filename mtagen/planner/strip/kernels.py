@@ -71,7 +71,7 @@ ROW_CONTRACTION_TILES = ((64, 64, 4, 4), *CONTRACTION_TILES[3:])
 
 _STRIP = ("count", "keys", "off", "first", "skip", "pitch")
 _PACKED_STRIP = ("count", "keys", "place0", "skip", "pitch")
-# Roles of kernels that decide which keys a row sees; others read planes, whose hidden elements are zeros.
+# Roles of kernels that decide which keys a row sees; others read planes, where hidden elements are zeros.
 _READ_MASK = frozenset(
     (
         *("scores", "grad_shares", "convolution", "post_convolution"),

@@ -11,7 +11,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from typing import ClassVar
 
 import sympy
@@ -22,7 +23,7 @@ from ..geometry.affine import N_Q, Size
 from ..kernel import Argument, Buffer, Kernel, numbers, reads, writes
 from ..sizes import B0, B1, BATCH, COUNT, N_HEADS
 from ..targets import SHARED_BYTES_PER_CYCLE
-from .contractions import BLOCK, STEP, contractions
+from .hidden import HiddenKeys
 from .kernels import PROGRAMS
 from .on_chip import BARRIER, CHUNKS, HEAD_WARPS, KEYS, NUMBERS, OnChip
 from .row_shared import MAX_HEADS
@@ -184,9 +185,9 @@ class GradScoresKernel(OnChipGradient):
         return PROGRAMS
 
     @property
-    def tile_of_readers(self) -> int:
-        """Rows, and keys, of tiles that products read whole if a row sees a key; 0 if cuBLAS reads all of a plane."""
-        return max(BLOCK, STEP) if contractions("backward", self.spec, self.target) else 0
+    def hidden(self) -> HiddenKeys:
+        """The hidden keys that other kernels read of one plane or of the other."""
+        return reduce(or_, self.cleared)
 
     @property
     def most_rows(self) -> int:

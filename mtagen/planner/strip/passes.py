@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ...errors import PlanError, explain
 from ...spec import Spec
@@ -16,7 +16,8 @@ from ..tile.passes import TilePass
 from .concatenation import concatenated, rows_of_table
 from .contractions import ROLES, contractions
 from .cost import streamed
-from .cuda import cuda_sources
+from .cuda import cuda_sources, fastest
+from .hidden import HiddenKeys, hidden_keys
 from .kernels import SUMS, around_fused, strip_kernels
 from .on_chip import why_not
 from .on_chip_gradients import KERNELS, PLANES
@@ -112,9 +113,15 @@ class StripPass(PassPlan):
             return {self.pass_name: self.fused}  # a forward pass never splits its keys: no kernel adds up splits
         products = {source.role: source for source in contractions(self.pass_name, self.spec, self.target)}
         if self.on_chip:
-            return {kind.role: kind(self.spec, self.target) for kind in KERNELS} | products
-        sources = {source.role: source for source in cuda_sources(self.spec, self.target, self._triton_kernels)}
-        return sources | {role: replace(sources[role], form=form) for role, form in self.forms} | products
+            sources: dict[str, StripSource] = {kind.role: kind(self.spec, self.target) for kind in KERNELS}
+        else:
+            sources = {source.role: source for source in cuda_sources(self.spec, self.target, self._triton_kernels)}
+            sources |= {role: replace(sources[role], form=form) for role, form in self.forms}
+        if self.pass_name != "decode":
+            reads = _reads_hidden(self.spec, self.target)
+            cleared = {role: hidden_keys(role, self.stages, reads) for role in sources}
+            sources = {role: replace(source, cleared=cleared[role]) for role, source in sources.items()}
+        return sources | products
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -237,6 +244,19 @@ class StripPass(PassPlan):
                 yield self.pass_name, kernel.role, source.summary
             else:
                 yield self.pass_name, kernel.role, _triton_summary(kernel)
+
+
+@lru_cache(maxsize=64)
+def _reads_hidden(spec: Spec, target: str) -> Mapping[str, HiddenKeys]:
+    """Return the hidden keys of planes that CUDA kernels of training read, by role.
+
+    Both passes have the same kernels of scores, so what they write is for the readers of both passes.
+    """
+    reads: dict[str, HiddenKeys] = {}
+    for pass_name in ("forward", "backward"):
+        sources = fastest(spec, target, strip_kernels(pass_name, spec, target)).values()
+        reads |= {source.role: source.reads_hidden for source in (*sources, *contractions(pass_name, spec, target))}
+    return reads
 
 
 def _triton_summary(kernel: Kernel) -> str:

@@ -22,6 +22,7 @@ from ..sizes import COUNT, KEYS, SLOTS
 from ..targets import RESERVED_SHARED
 from .cost import DRAIN, START, STRIP_ROWS, Work
 from .documents import PART
+from .hidden import ALL, HiddenKeys
 from .slab import Slab
 from .source import Form, StripSource
 from .stages import Convolution
@@ -86,6 +87,14 @@ class PlaneKernel(StripSource):
         # A score that counts in some rows of results and not in others has no place in a plane.
         exists = self.slab.exists and not self.mask.zeroes_terms
         return exists and self.shared_bytes <= self.gpu.shared_of(1)
+
+    @property
+    def reads_hidden(self) -> HiddenKeys:
+        if self.spec.packed:  # tiles begin with documents
+            return ALL
+        largest = max(max(16 * form.warps, form.keys) for form in self.forms)  # so forms do not change other kernels
+        slab = self.slab
+        return HiddenKeys(largest, slab.rows - slab.tile_rows, max(slab.keys_left, slab.keys_right))
 
     # ---- The division of the work
 
@@ -256,8 +265,10 @@ class PlaneConvolution(PlaneKernel):
         else:
             factor = "" if stage.factor == 1 else f"{stage.factor} * "
             yield f"out[r, j] = {factor}sum over u, v of W[u, v] {self.taps},"
-        skipped = "; so are those of rows before `skip`" if stage.final and not self.adjoint else ""
-        yield f"for query first + r, which sits at position first + r + off; hidden results are zeros{skipped}."
+        skipped = ("those of rows before `skip`",) if stage.final and not self.adjoint else ()
+        zeros = " and ".join((*self.cleared[0].zeros, *skipped))
+        zeroed = f"; {zeros} are zeros" if zeros else ""
+        yield f"for query first + r, which sits at position first + r + off{zeroed}."
         if self.drops:
             yield "Results that dropout keeps are multiplied by keep_scale; others are zeros, too."
 

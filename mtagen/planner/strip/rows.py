@@ -22,6 +22,7 @@ from ..geometry.score import ScoreStage
 from ..kernel import Argument, Kernel, numbers, reads, writes
 from ..sizes import COUNT, KEYS
 from .cost import DRAIN, LONGEST_ROW, MEAN_ROW, START, Work
+from .hidden import NONE, HiddenKeys
 from .kernels import PROGRAMS, SECTION, bundles
 from .row_formula import RowFormula
 from .row_shared import BLOCK_KEYS, MAX_HEADS, RowShared
@@ -112,6 +113,10 @@ class RowKernel(StripSource):
             return False  # all tokens of the kernel's mixings share their matrices
         sums = self.role == "softmax_backward" and ScoreStage.of(self.spec).sums  # gradients of parameters
         return self.heads <= MAX_HEADS and self.shared.depth > 0 and not sums
+
+    @property
+    def reads_hidden(self) -> HiddenKeys:
+        return NONE
 
     @property
     def forms(self) -> Sequence[Form]:

@@ -41,6 +41,11 @@ class Slab:
         return self.stage.aligned_right if self.adjoint else self.stage.aligned_left
 
     @property
+    def keys_right(self) -> int:
+        """Number of keys to the right of the tile."""
+        return CHUNK * self.chunks - self.keys_left - self.tile_keys
+
+    @property
     def spare(self) -> int:
         """Number of columns of a window before that of the first tap."""
         return self.keys_left - (self.stage.pad_right if self.adjoint else self.stage.pad_left)

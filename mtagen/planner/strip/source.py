@@ -16,6 +16,7 @@ from ..names import kernel_name
 from ..passes import Fields
 from ..targets import Target, get_target
 from .cost import streamed
+from .hidden import ALL, HiddenKeys
 from .kernels import dropout_numbers
 from .sequence import StripSequence
 from .stages import Stages
@@ -57,6 +58,7 @@ class StripSource(ABC):
         spec: the request.
         target: name of the target.
         form: one of ``forms``.
+        cleared: for each plane that the kernel writes, hidden keys that other kernels read.
         template: the template of the source.
         reads_cache: whether the kernel, of a decode step, reads keys or values.
     """
@@ -64,6 +66,7 @@ class StripSource(ABC):
     spec: Spec
     target: str
     form: Form = field(default=Form(), kw_only=True)
+    cleared: tuple[HiddenKeys, ...] = field(default=(ALL, ALL), kw_only=True)
     template: ClassVar[str]
     reads_cache: ClassVar[bool] = False
 
@@ -166,6 +169,11 @@ class StripSource(ABC):
     def mask(self) -> Mask:
         """The mask."""
         return Mask.of(self.spec)
+
+    @property
+    def reads_hidden(self) -> HiddenKeys:
+        """The hidden keys of planes that the kernel reads."""
+        return ALL
 
     # ---- Sequences
 

@@ -48,6 +48,16 @@ class Convolution:
     reach: int
 
     @property
+    def roles(self) -> tuple[str, str]:
+        """Roles of the kernels that read the convolved plane."""
+        return self.name, f"{self.name}_gradient"
+
+    @property
+    def gradient_roles(self) -> tuple[str, str]:
+        """Roles of the kernels that read the gradient of the results."""
+        return f"{self.name}_adjoint", f"{self.name}_gradient"
+
+    @property
     def aligned_left(self) -> int:
         """Keys before a tile of results at which its window starts: pad_left, rounded up to 16
         bytes for loads.

@@ -13,11 +13,11 @@ DEVICE void clear_tile(Type* to, int pitch, int rows, int thread) {
       store_global(to + static_cast<long long>(i / CHUNKS) * pitch + i % CHUNKS * CHUNK, 0, 0, 0, 0);
 }
 
-// Calls clear(key) for the tiles of KEYS keys, from `begin` to before `end`, without a visible key.
+// Calls clear(key) for the tiles of KEYS keys, from `begin` on, that are read and have no visible key.
 template <int KEYS, class Clear>
-DEVICE void for_hidden_tiles(VisibleKeys seen, int begin, int end, Clear clear) {
+DEVICE void for_hidden_tiles(VisibleKeys seen, VisibleKeys read, int begin, Clear clear) {
   if (HIDES_LATER || Sequence::DECODES)
-    for (int key = max(seen.start, (seen.end + KEYS - 1) / KEYS * KEYS); key < end; key += KEYS) clear(key);
+    for (int key = max(seen.start, (seen.end + KEYS - 1) / KEYS * KEYS); key < read.end; key += KEYS) clear(key);
   if (HIDES_EARLIER)
-    for (int key = begin; key < min(seen.start, end); key += KEYS) clear(key);
+    for (int key = max(begin, read.start / KEYS * KEYS); key < min(seen.start, read.end); key += KEYS) clear(key);
 }

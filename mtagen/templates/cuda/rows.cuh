@@ -64,11 +64,12 @@ DEVICE void clear_blocks(const Row<Type>& row, int begin, int end, int heads, in
       if (copied_head(n, lane) < heads) store_global(row.of(n, key), 0, 0, 0, 0);
 }
 
-// Writes zeros to the blocks without a visible key, of `keys` keys.
+// Writes zeros to the blocks that are read and have no visible key.
 template <int WARPS, class Type>
-DEVICE void clear_hidden_blocks(const Row<Type>& row, VisibleKeys seen, int keys, int heads, int warp, int lane) {
-  clear_blocks<WARPS>(row, seen.end, keys, heads, warp, lane);
-  if (HIDES_EARLIER) clear_blocks<WARPS>(row, 0, seen.start / BLOCK_KEYS * BLOCK_KEYS, heads, warp, lane);
+DEVICE void clear_hidden_blocks(const Row<Type>& row, VisibleKeys seen, VisibleKeys read, int heads, int warp, int lane) {
+  clear_blocks<WARPS>(row, seen.end, read.end, heads, warp, lane);
+  if (HIDES_EARLIER)
+    clear_blocks<WARPS>(row, read.start / BLOCK_KEYS * BLOCK_KEYS, seen.start / BLOCK_KEYS * BLOCK_KEYS, heads, warp, lane);
 }
 
 // ---- Tiles: 16 keys of 16 heads ------------------------------------------------------------------------------------
