@@ -26,7 +26,7 @@ from ..cuda.wgmma import Wgmma
 from ..kernel import Kernel, numbers, reads, strides, writes
 from ..sizes import B0, B1, COUNT, KEYS, KV_HEADS, SLOTS
 from ..targets import get_target
-from .hidden import HiddenKeys
+from .hidden import ALL, HiddenKeys
 from .on_chip import BARRIER
 from .source import StripSource
 
@@ -100,7 +100,8 @@ class ContractionKernel(StripSource):
 
     @property
     def reads_hidden(self) -> HiddenKeys:
-        return HiddenKeys(max(BLOCK, STEP), self.reach)
+        # Tiles with keys that only rows after the tile see are read, too.
+        return ALL if self.reach else HiddenKeys(max(BLOCK, STEP))
 
     # ---- The division of the work
 
