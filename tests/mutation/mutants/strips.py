@@ -198,7 +198,7 @@ MUTANTS = (
         "max(0, seen.end + TILE - 1) / TILE * TILE + MORE_KEYS",
         "seen.end + MORE_KEYS",
         "Gradients take in what memory held for hidden keys in the last tile of keys that some row sees.",
-        ("tests/interpreter/test_on_chip_gradients.py::test_several_strips_and_chunks",),
+        (f"{EMULATED_STRIP}::test_adjoint[(6, 11)]",),
     ),
     Mutant(
         "cuda-strip-leaves-keys-beside-the-last-tile",
@@ -419,8 +419,8 @@ MUTANTS = (
     Mutant(
         "cuda-softmax-leaves-what-is-before-a-window",
         f"{CUDA}/rows.cuh",
-        "  if (HIDES_EARLIER) clear_blocks<WARPS>(row, 0, seen.start / BLOCK_KEYS * BLOCK_KEYS, heads, warp, lane);\n",
-        "",
+        "HIDES_EARLIER)\n    clear_blocks<WARPS>",
+        "false)\n    clear_blocks<WARPS>",
         "In a window, blocks before those that a row sees keep the scores that they held.",
         (f"{EMULATED_STRIP}::test_softmax",),
     ),
