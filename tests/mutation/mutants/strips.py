@@ -198,7 +198,7 @@ MUTANTS = (
         "max(0, seen.end + TILE - 1) / TILE * TILE + MORE_KEYS",
         "seen.end + MORE_KEYS",
         "Gradients take in what memory held for hidden keys in the last tile of keys that some row sees.",
-        (f"{EMULATED_STRIP}::test_adjoint[(6, 11)]",),
+        (f"{CUDA_IN_STRIPS}::test_keys_that_no_kernel_reads[all stages-64]",),
     ),
     Mutant(
         "cuda-strip-leaves-keys-beside-the-last-tile",
