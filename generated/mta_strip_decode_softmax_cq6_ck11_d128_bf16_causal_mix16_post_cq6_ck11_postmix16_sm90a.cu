@@ -187,8 +187,8 @@ struct VisibleKeys {
             HIDES_LATER ? min(end, position + rows + SEEN_AHEAD) : end};
   }
 
-  // The keys before `end` that kernels read of `rows` rows from row r on: tiles of TILE rows and TILE keys in which some
-  // row sees a key, with MORE_ROWS rows and MORE_KEYS keys on each side. `position` is that of row 0.
+  // The keys before `end` that kernels read of `rows` rows from row r on: tiles of TILE rows and TILE keys in which
+  // some row sees a key, with MORE_ROWS rows and MORE_KEYS keys on each side. `position` is that of row 0.
   template <int TILE, int MORE_ROWS, int MORE_KEYS>
   DEVICE static VisibleKeys read(int r, int rows, int position, int end) {
     const int first = max(0, r - MORE_ROWS) / TILE * TILE, last = (r + rows - 1 + MORE_ROWS) / TILE * TILE + TILE;
@@ -336,10 +336,12 @@ DEVICE void clear_blocks(const Row<Type>& row, int begin, int end, int heads, in
 
 // Writes zeros to the blocks that are read and have no visible key.
 template <int WARPS, class Type>
-DEVICE void clear_hidden_blocks(const Row<Type>& row, VisibleKeys seen, VisibleKeys read, int heads, int warp, int lane) {
+DEVICE void clear_hidden_blocks(const Row<Type>& row, VisibleKeys seen, VisibleKeys read, int heads, int warp,
+                                int lane) {
   clear_blocks<WARPS>(row, seen.end, read.end, heads, warp, lane);
   if (HIDES_EARLIER)
-    clear_blocks<WARPS>(row, read.start / BLOCK_KEYS * BLOCK_KEYS, seen.start / BLOCK_KEYS * BLOCK_KEYS, heads, warp, lane);
+    clear_blocks<WARPS>(row, read.start / BLOCK_KEYS * BLOCK_KEYS, seen.start / BLOCK_KEYS * BLOCK_KEYS, heads, warp,
+                        lane);
 }
 
 // ---- Tiles: 16 keys of 16 heads ------------------------------------------------------------------------------------

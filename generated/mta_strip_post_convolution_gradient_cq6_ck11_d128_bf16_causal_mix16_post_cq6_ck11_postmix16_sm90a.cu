@@ -157,8 +157,8 @@ struct VisibleKeys {
             HIDES_LATER ? min(end, position + rows + SEEN_AHEAD) : end};
   }
 
-  // The keys before `end` that kernels read of `rows` rows from row r on: tiles of TILE rows and TILE keys in which some
-  // row sees a key, with MORE_ROWS rows and MORE_KEYS keys on each side. `position` is that of row 0.
+  // The keys before `end` that kernels read of `rows` rows from row r on: tiles of TILE rows and TILE keys in which
+  // some row sees a key, with MORE_ROWS rows and MORE_KEYS keys on each side. `position` is that of row 0.
   template <int TILE, int MORE_ROWS, int MORE_KEYS>
   DEVICE static VisibleKeys read(int r, int rows, int position, int end) {
     const int first = max(0, r - MORE_ROWS) / TILE * TILE, last = (r + rows - 1 + MORE_ROWS) / TILE * TILE + TILE;

@@ -66,10 +66,12 @@ DEVICE void clear_blocks(const Row<Type>& row, int begin, int end, int heads, in
 
 // Writes zeros to the blocks that are read and have no visible key.
 template <int WARPS, class Type>
-DEVICE void clear_hidden_blocks(const Row<Type>& row, VisibleKeys seen, VisibleKeys read, int heads, int warp, int lane) {
+DEVICE void clear_hidden_blocks(const Row<Type>& row, VisibleKeys seen, VisibleKeys read, int heads, int warp,
+                                int lane) {
   clear_blocks<WARPS>(row, seen.end, read.end, heads, warp, lane);
   if (HIDES_EARLIER)
-    clear_blocks<WARPS>(row, read.start / BLOCK_KEYS * BLOCK_KEYS, seen.start / BLOCK_KEYS * BLOCK_KEYS, heads, warp, lane);
+    clear_blocks<WARPS>(row, read.start / BLOCK_KEYS * BLOCK_KEYS, seen.start / BLOCK_KEYS * BLOCK_KEYS, heads, warp,
+                        lane);
 }
 
 // ---- Tiles: 16 keys of 16 heads ------------------------------------------------------------------------------------
