@@ -188,13 +188,14 @@ struct VisibleKeys {
             HIDES_LATER ? min(end, position + rows + SEEN_AHEAD) : end};
   }
 
-  // The keys before `end` that kernels read of `rows` rows from row r on: tiles of TILE rows and TILE keys in which
-  // some row sees a key, with MORE_ROWS rows and MORE_KEYS keys on each side. `position` is that of row 0.
-  template <int TILE, int MORE_ROWS, int MORE_KEYS>
+  // Keys before `end`, hidden ones too, that kernels read of `rows` rows from row r on: tiles of TILE rows and TILE
+  // keys in which some row sees a key, with ROWS_AROUND rows and KEYS_AROUND keys on each side. Row 0 sits at
+  // `position`.
+  template <int TILE, int ROWS_AROUND, int KEYS_AROUND>
   DEVICE static VisibleKeys read(int r, int rows, int position, int end) {
-    const int first = max(0, r - MORE_ROWS) / TILE * TILE, last = (r + rows - 1 + MORE_ROWS) / TILE * TILE + TILE;
+    const int first = max(0, r - ROWS_AROUND) / TILE * TILE, last = (r + rows - 1 + ROWS_AROUND) / TILE * TILE + TILE;
     const VisibleKeys seen = of_rows<TILE>(position + first, last - first, 0, end);
-    return {max(0, seen.start - MORE_KEYS), min(end, max(0, seen.end + TILE - 1) / TILE * TILE + MORE_KEYS)};
+    return {max(0, seen.start - KEYS_AROUND), min(end, max(0, seen.end + TILE - 1) / TILE * TILE + KEYS_AROUND)};
   }
 
   // The visible keys among the `count` keys from `begin` on, counted from `begin`.

@@ -118,13 +118,14 @@ struct VisibleKeys {
             HIDES_LATER ? min(end, position + rows + SEEN_AHEAD) : end};
   }
 
-  // The keys before `end` that kernels read of `rows` rows from row r on: tiles of TILE rows and TILE keys in which
-  // some row sees a key, with MORE_ROWS rows and MORE_KEYS keys on each side. `position` is that of row 0.
-  template <int TILE, int MORE_ROWS, int MORE_KEYS>
+  // Keys before `end`, hidden ones too, that kernels read of `rows` rows from row r on: tiles of TILE rows and TILE
+  // keys in which some row sees a key, with ROWS_AROUND rows and KEYS_AROUND keys on each side. Row 0 sits at
+  // `position`.
+  template <int TILE, int ROWS_AROUND, int KEYS_AROUND>
   DEVICE static VisibleKeys read(int r, int rows, int position, int end) {
-    const int first = max(0, r - MORE_ROWS) / TILE * TILE, last = (r + rows - 1 + MORE_ROWS) / TILE * TILE + TILE;
+    const int first = max(0, r - ROWS_AROUND) / TILE * TILE, last = (r + rows - 1 + ROWS_AROUND) / TILE * TILE + TILE;
     const VisibleKeys seen = of_rows<TILE>(position + first, last - first, 0, end);
-    return {max(0, seen.start - MORE_KEYS), min(end, max(0, seen.end + TILE - 1) / TILE * TILE + MORE_KEYS)};
+    return {max(0, seen.start - KEYS_AROUND), min(end, max(0, seen.end + TILE - 1) / TILE * TILE + KEYS_AROUND)};
   }
 
   // The visible keys among the `count` keys from `begin` on, counted from `begin`.
@@ -384,7 +385,6 @@ using Result = fp16;
 constexpr int D = 128;
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int ROWS = 128, KEYS = 128, WALK = 512;
-constexpr bool ZEROES = true;  // whether hidden results are zeros
 constexpr int Y_TILE = 32768;  // bytes
 constexpr int SHARED_X = 0;
 constexpr int SHARED_Y = 32768;
@@ -479,7 +479,7 @@ extern "C" __global__ void __launch_bounds__(320, 2) mta_strip_scores_cq6_ck11_d
     wgmma_wait<0>();
     if (lane == 0) barrier_arrive(barriers + Y_EMPTY + BARRIER * buffer);
     const int key = seen.start + t * KEYS;
-    if (ZEROES && hides(position + row, position + row + 15, key, key + KEYS - 1)) {
+    if (hides(position + row, position + row + 15, key, key + KEYS - 1)) {
 #pragma unroll
       for (int i = 0; i < KEYS / 2; ++i) {
         const int r = row + (lane >> 2) + 8 * (i >> 1 & 1), j = (i >> 2) * CHUNK + 2 * (lane & 3) + (i & 1);

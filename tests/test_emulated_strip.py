@@ -1,7 +1,8 @@
 """The CUDA kernels of the lowering "strip", one by one, on a CPU that plays the GPU, against their formulas.
 
 Planes hold small multiples of 1/8, and weights too: products and sums of them are exact, so that what convolutions and
-mixtures give is exact but for the last rounding. Beyond their keys, planes hold NaN before a kernel starts.
+mixtures give is exact but for the last rounding. Before a kernel starts, planes hold NaN beyond their keys, and where
+it reads no key.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def read_keys(hidden: HiddenKeys, spec: Spec, strip: Strip) -> Tensor:
     """(slots, rows, keys): which keys kernels read of each row, those that it sees and hidden ones."""
     if hidden.all or not hidden.tile:
         return strip.seen(spec).expand(-1, strip.count, -1) | hidden.all
-    size, around = hidden.tile, (hidden.rows, hidden.keys)
+    size, around = hidden.tile, (hidden.rows_around, hidden.keys_around)
     whole = strip._replace(count=-(-strip.count // size) * size)
     tiles = functional.max_pool2d(whole.seen(spec).expand(-1, whole.count, -1).float(), size, ceil_mode=True)
     read = tiles.repeat_interleave(size, 1).repeat_interleave(size, 2)[:, : strip.count, : strip.keys]
@@ -349,6 +350,31 @@ def test_adjoint(spec: Spec, folder: Path) -> None:
     for seed, strip in enumerate(STRIPS):
         case = Case(spec, strip)
         assert_planes(case.adjoint(folder, seed), case.dx * case.seen, strip, case.counts("adjoint"))
+
+
+def assert_left_alone(plane: Tensor, kernel: StripSource, spec: Spec, strip: Strip) -> None:
+    """In the first row, keys that no kernel reads hold what they held, from the tile after the next on."""
+    (last,) = read_keys(kernel.cleared[0], spec, strip)[0, 0].nonzero().amax(0)
+    first = (int(last) // 128 + 2) * 128
+    assert first < strip.keys
+    assert plane[:, 0, first : strip.keys].ne(0).all()  # bits of NaN in another dtype are a number
+
+
+def test_keys_that_no_kernel_reads(folder: Path) -> None:
+    strip = STRIPS[-1]._replace(keys=700)
+    for name in ("(6, 11)", "(6, 11) after"):
+        case = Case(CONVOLUTIONS[name], strip)
+        assert_left_alone(case.convolve(folder), case.source(""), case.spec, strip)
+        assert_left_alone(case.adjoint(folder), case.source("adjoint"), case.spec, strip)
+    for target in PRODUCT_TARGETS:
+        role, spec = PRODUCTS["scores of 64"]
+        plane, _, _ = product(role, spec, target, strip, folder)
+        assert_left_alone(plane, source_of(spec, role, target), spec, strip)
+    for heads, spec in (ROWS["a convolution after"], ROWS["all stages"]):
+        rows = Rows(spec, strip._replace(heads=heads))
+        assert_left_alone(rows.softmax(folder)[0], rows.source("softmax"), spec, rows.strip)
+        made = rows.softmax_backward(folder)["dx"]
+        assert_left_alone(made, rows.source("softmax_backward"), spec, rows.strip)
 
 
 @every_convolution
@@ -917,6 +943,16 @@ def test_softmax(heads: int, spec: Spec, folder: Path) -> None:
         assert_softmax(Rows(spec, strip), folder, seed)
 
 
+@pytest.mark.parametrize("name", ["all stages", "all stages, a window on both sides"])
+def test_rows_of_several_tiles(name: str, folder: Path) -> None:
+    """Other kernels read different hidden keys of the rows of each tile."""
+    heads, spec = ROWS[name]
+    strip = Strip(heads, 150, 460, first=127, skip=5, valid=4)
+    assert_softmax(Rows(spec, strip), folder)
+    assert_softmax_backward(Rows(spec, strip), folder)
+    assert_post_mix_backward(Mixed(spec, strip), folder)
+
+
 @every_mixture
 def test_softmax_backward(heads: int, spec: Spec, folder: Path) -> None:
     for seed, strip in enumerate(row_strips(heads)):
@@ -1064,13 +1100,17 @@ def test_step_of_sequences_that_fill_the_cache(window: tuple[int, int], folder: 
 @pytest.mark.parametrize(("heads", "spec"), separate, ids=str)
 def test_post_mix_backward(heads: int, spec: Spec, folder: Path) -> None:
     for seed, strip in enumerate(row_strips(heads)):
-        rows = Mixed(spec, strip)
-        out, dx, partial = rows.post_mix_backward(folder, seed)
-        shares, gradients = (rows.counts("post_mix_backward", i) for i in range(2))
-        assert_planes(out, rows.mix("post_head_weight", rows.x) / PROBABILITY_SCALE, strip, shares)
-        assert_planes(dx, rows.mix("post_head_weight", rows.dy, transposed=True), strip, gradients)
-        nothing = torch.zeros_like(rows.dy)  # sums are exact
-        rows.assert_sums(partial, rows.dy, rows.x / PROBABILITY_SCALE, nothing, rows.stages.post_heads)
+        assert_post_mix_backward(Mixed(spec, strip), folder, seed)
+
+
+def assert_post_mix_backward(rows: Mixed, folder: Path, seed: int = 0) -> None:
+    """Shares, the gradient of what is mixed, and sums of the matrices' gradients."""
+    out, dx, partial = rows.post_mix_backward(folder, seed)
+    shares, gradients = (rows.counts("post_mix_backward", i) for i in range(2))
+    assert_planes(out, rows.mix("post_head_weight", rows.x) / PROBABILITY_SCALE, rows.strip, shares)
+    assert_planes(dx, rows.mix("post_head_weight", rows.dy, transposed=True), rows.strip, gradients)
+    nothing = torch.zeros_like(rows.dy)  # sums are exact
+    rows.assert_sums(partial, rows.dy, rows.x / PROBABILITY_SCALE, nothing, rows.stages.post_heads)
 
 
 def everything(heads: int, spec: Spec, folder: Path, seed: int, *, checked: bool = False) -> list[Tensor]:

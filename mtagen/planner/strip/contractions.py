@@ -178,9 +178,10 @@ class ContractionKernel(StripSource):
             rows = ", for rows from `skip` on" if self.skips else ""
             yield "out[b, h, first + r] = factor * the sum over keys of"
             yield f"plane[slot, r, j] y[b, h / group, j]{rows},"
-        hidden = "a row and from the next REACH rows" if self.reach else "a row"
-        yield "where a slot is a head of a sequence. Tiles of which no row sees a key are not read. In others, elements"
-        yield f"of the plane that are hidden from {hidden} are zeros."
+        yield "where a slot is a head of a sequence. Elements of the plane that are hidden from a row are zeros, in"
+        yield "tiles of which some row sees a key. Other tiles are not read."
+        if self.reach:
+            yield "Here, a row sees what the next REACH rows see."
         if self.sums:
             yield "Rows of out from `summed` on begin with sums of strips before. Rows before `complete` are stored as"
             yield "sums, to which a later strip adds: (sequences, heads of out, places, columns) fp32."

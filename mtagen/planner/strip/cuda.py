@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 
 from ...errors import PlanError, explain
 from ...spec import Spec
@@ -10,6 +11,7 @@ from ..cuda.supported import check_backend
 from ..kernel import Kernel
 from ..targets import get_target
 from . import products, rows
+from .kernels import strip_kernels
 from .planes import plane_kernels
 from .products import product_kernel
 from .row_formula import RowFormula
@@ -22,7 +24,7 @@ from .tokens import TokenKernel
 from .values import ValuesKernel
 
 
-def cuda_sources(spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[StripSource, ...]:
+def cuda_sources(spec: Spec, target: str, pass_name: str) -> tuple[StripSource, ...]:
     """Return the CUDA kernels that replace Triton kernels of a pass.
 
     One of them, ``grad_shares``, may also replace a product that cuBLAS computes beside Triton's
@@ -32,8 +34,8 @@ def cuda_sources(spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[St
         PlanError: no CUDA kernel fits; the message says why.
     """
     check_backend(spec, get_target(target))
-    by_role = fastest(spec, target, kernels)
-    roles = [kernel.role for kernel in kernels]
+    by_role = fastest(spec, target, pass_name)
+    roles = [kernel.role for kernel in strip_kernels(pass_name, spec, target)]
     if "softmax_backward" in roles and "grad_shares" not in roles:
         roles.append("grad_shares")  # otherwise computed by cuBLAS
     sources = tuple(by_role[role] for role in roles if role in by_role)
@@ -46,8 +48,12 @@ def cuda_sources(spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[St
     return sources
 
 
-def fastest(spec: Spec, target: str, kernels: Iterable[Kernel]) -> Mapping[str, StripSource]:
-    """Return the CUDA kernels that may replace Triton kernels, by role, in the form that the cost model prefers."""
+@lru_cache(maxsize=64)
+def fastest(spec: Spec, target: str, pass_name: str) -> Mapping[str, StripSource]:
+    """Return the CUDA kernels that may replace Triton kernels of a pass, by role, in the form that the cost model
+    prefers.
+    """
+    kernels = strip_kernels(pass_name, spec, target)
     return {source.role: forms[0] for source in _candidates(spec, target, kernels) if (forms := source.variants)}
 
 

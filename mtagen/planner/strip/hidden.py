@@ -1,8 +1,8 @@
 """Hidden keys of planes that kernels read: the kernels that write these planes clear them, and no others.
 
-A plane has room for each key of a strip, but many rows see only some of them. Kernels of rows mask the keys that they
-read. Convolutions and products read tiles, in which hidden keys must be zeros, and leave out tiles that no row sees.
-cuBLAS and Triton's kernels read all keys.
+A plane has room for each key of a strip, but many rows see only some of them. CUDA's kernels of rows mask the keys that
+they read. Its convolutions and products read tiles, in which hidden keys must be zeros, and leave out tiles that no row
+sees. cuBLAS reads all keys. So do some of Triton's kernels; others mask, but all count as if they read all keys.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class HiddenKeys:
     Attributes:
         tile: rows, and keys, of tiles that kernels read if some row of a tile sees one of its keys, or if a row behind
             the strip's last one would see it: a power of two; 0 if kernels read no hidden keys.
-        rows, keys: rows and keys on each side of such a tile that they also read.
+        rows_around, keys_around: rows and keys on each side of such a tile that they also read.
         all: whether kernels read all keys.
     """
 
     tile: int = 0
-    rows: int = 0
-    keys: int = 0
+    rows_around: int = 0
+    keys_around: int = 0
     all: bool = False
 
     @property
@@ -48,14 +48,15 @@ class HiddenKeys:
         """
         if self.all:
             return f"VisibleKeys{{0, {keys}}}"
-        return f"VisibleKeys::read<{self.tile}, {self.rows}, {self.keys}>({r}, {rows}, {position}, {keys})"
+        around = f"{self.rows_around}, {self.keys_around}"
+        return f"VisibleKeys::read<{self.tile}, {around}>({r}, {rows}, {position}, {keys})"
 
     def __or__(self, other: HiddenKeys) -> HiddenKeys:
         """Return the hidden keys that this or another kernel reads."""
         return HiddenKeys(
             max(self.tile, other.tile),
-            max(self.rows, other.rows),
-            max(self.keys, other.keys),
+            max(self.rows_around, other.rows_around),
+            max(self.keys_around, other.keys_around),
             self.all or other.all,
         )
 
@@ -66,15 +67,16 @@ NONE, ALL = HiddenKeys(), HiddenKeys(all=True)
 def readers(role: str, stages: Stages) -> tuple[tuple[str, ...], ...]:
     """Return, for each plane that the kernel of ``role`` writes, the roles of the kernels of training that read it.
 
-    The planes are in the order of the kernel's arguments. Products of planes with rows have roles, too, if cuBLAS
-    computes them.
+    Planes are in the order in which the kernel's template clears them, shares or gradients of scores first. Readers are
+    those of both passes. Products of planes with rows have roles, too, if cuBLAS computes them.
     """
     convolution, post_convolution = stages.convolution, stages.post_convolution
     shares, gradients = ("outputs", "grad_values"), ("grad_queries", "grad_keys")
     of_scores = (*gradients, *(("scores_backward",) if stages.has_scores_backward else ()))
     of_convolved = convolution.gradient_roles if convolution else of_scores
     probabilities = ("probabilities",) if stages.post_is_separate else ()
-    rows = ("mix", "mix_backward") if stages.token_mix else ("softmax", *probabilities, "softmax_backward")
+    token_mix_backward = ("mix_backward",) if stages.token_mix else ()
+    rows = ("mix", *token_mix_backward) if stages.token_mix else ("softmax", *probabilities, "softmax_backward")
     unmixed = ("post_mix", "post_mix_backward") if stages.separate_post_mix else shares
     of_unmixed = post_convolution.gradient_roles if post_convolution else ("softmax_backward",)
     written: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -83,10 +85,11 @@ def readers(role: str, stages: Stages) -> tuple[tuple[str, ...], ...]:
         **dict.fromkeys(("softmax", "probabilities"), (post_convolution.roles if post_convolution else unmixed,)),
         "post_convolution": (unmixed,),
         "post_mix": (shares,),
-        "grad_shares": (of_unmixed,),
+        "grad_shares": (("post_mix_backward",) if stages.separate_post_mix else of_unmixed,),
         "post_mix_backward": (shares, of_unmixed),
         "post_convolution_adjoint": (("softmax_backward",),),
-        "softmax_backward": (("mix_backward",) if stages.token_mix else of_convolved, shares),
+        # A mixing by tokens writes over visible gradients only. Its readers read hidden ones of the softmax.
+        "softmax_backward": ((*token_mix_backward, *of_convolved), shares),
         "convolution_adjoint": (of_scores,),
         "grad_scores": (gradients, shares),
     }

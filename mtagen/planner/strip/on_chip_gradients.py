@@ -11,8 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, reduce
-from operator import or_
+from functools import cached_property
 from typing import ClassVar
 
 import sympy
@@ -186,8 +185,8 @@ class GradScoresKernel(OnChipGradient):
 
     @property
     def hidden(self) -> HiddenKeys:
-        """The hidden keys that other kernels read of one plane or of the other."""
-        return reduce(or_, self.cleared)
+        """The hidden keys that other kernels read of both planes, which the same kind of kernels multiplies."""
+        return self.cleared[0]
 
     @property
     def most_rows(self) -> int:

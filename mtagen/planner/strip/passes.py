@@ -115,7 +115,7 @@ class StripPass(PassPlan):
         if self.on_chip:
             sources: dict[str, StripSource] = {kind.role: kind(self.spec, self.target) for kind in KERNELS}
         else:
-            sources = {source.role: source for source in cuda_sources(self.spec, self.target, self._triton_kernels)}
+            sources = {source.role: source for source in cuda_sources(self.spec, self.target, self.pass_name)}
             sources |= {role: replace(sources[role], form=form) for role, form in self.forms}
         if self.pass_name != "decode":
             reads = _reads_hidden(self.spec, self.target)
@@ -250,12 +250,12 @@ class StripPass(PassPlan):
 def _reads_hidden(spec: Spec, target: str) -> Mapping[str, HiddenKeys]:
     """Return the hidden keys of planes that CUDA kernels of training read, by role.
 
-    Both passes have the same kernels of scores, so what they write is for the readers of both passes.
+    Both passes launch some of the same kernels, of one source each. So a kernel clears keys for readers of either pass.
     """
     reads: dict[str, HiddenKeys] = {}
     for pass_name in ("forward", "backward"):
-        sources = fastest(spec, target, strip_kernels(pass_name, spec, target)).values()
-        reads |= {source.role: source.reads_hidden for source in (*sources, *contractions(pass_name, spec, target))}
+        sources = *fastest(spec, target, pass_name).values(), *contractions(pass_name, spec, target)
+        reads |= {source.role: source.reads_hidden for source in sources}
     return reads
 
 

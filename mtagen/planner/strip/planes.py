@@ -90,7 +90,7 @@ class PlaneKernel(StripSource):
 
     @property
     def reads_hidden(self) -> HiddenKeys:
-        if self.spec.packed:  # tiles begin with documents
+        if self.spec.packed:  # where tiles of documents begin, and what it would gain, was not examined
             return ALL
         largest = max(max(16 * form.warps, form.keys) for form in self.forms)  # so forms do not change other kernels
         slab = self.slab
@@ -265,7 +265,7 @@ class PlaneConvolution(PlaneKernel):
         else:
             factor = "" if stage.factor == 1 else f"{stage.factor} * "
             yield f"out[r, j] = {factor}sum over u, v of W[u, v] {self.taps},"
-        skipped = ("those of rows before `skip`",) if stage.final and not self.adjoint else ()
+        skipped = ("visible results of rows before `skip`",) if stage.final and not self.adjoint else ()
         zeros = " and ".join((*self.cleared[0].zeros, *skipped))
         zeroed = f"; {zeros} are zeros" if zeros else ""
         yield f"for query first + r, which sits at position first + r + off{zeroed}."

@@ -191,7 +191,7 @@ class ProductKernel(StripSource):
 
     @property
     def legend(self) -> Iterator[str]:
-        zeros = [*self.cleared[0].zeros] * self.zeroes + ["those of rows before `skip`"] * self.skips
+        zeros = [*self.cleared[0].zeros] * self.zeroes + ["visible results of rows before `skip`"] * self.skips
         yield "Products of rows, a slot for each sequence and head: plane[slot, r, j] = factor * x[first + r] . y[j],"
         zeroed = f"; {' and '.join(zeros)} are zeros" if zeros else ""
         yield f"for query first + r, which sits at position first + r + off{zeroed}."

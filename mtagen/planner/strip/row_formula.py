@@ -122,11 +122,12 @@ class RowFormula:
             case "probabilities":
                 yield f"out = exp({mixed} - lse)."
             case "post_mix":
-                yield "out = N x; zeros in rows before `skip`."
+                yield "out = N x; zeros for keys that rows before `skip` see."
             case "decode_post_mix":
                 yield "out = N x."
             case "post_mix_backward":
-                yield "out = N x, dy becomes N^T dy, both zeros in rows before `skip`; and the gradient of N."
+                yield "out = N x, dy becomes N^T dy, and the gradient of N. Both are zeros for keys that rows before"
+                yield "`skip` see."
             case _:
                 yield f"dx, the gradient of x, from g, the gradient of {probabilities}; and gradients of matrices."
                 yield "x holds scores in fp16; g and dx have the dtype of q; dx is the gradient of unscaled scores."
