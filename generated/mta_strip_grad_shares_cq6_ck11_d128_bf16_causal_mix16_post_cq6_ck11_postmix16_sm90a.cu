@@ -391,9 +391,6 @@ struct Part {
 // Barriers of each tile in shared memory: it is full, or may be written again.
 constexpr int Y_FULL = 0, Y_EMPTY = Y_FULL + TILES * BARRIER;
 
-// Whether the query at a position sees a key.
-DEVICE bool visible(int position, int key) { return key <= position; }
-
 extern "C" __global__ void __launch_bounds__(320, 2) mta_strip_grad_shares_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Element* __restrict__ x, const Element* __restrict__ y, Result* __restrict__ plane, long long x_stride_b,
     long long x_stride_h, long long x_stride_n, long long y_stride_b, long long y_stride_h, long long y_stride_n,
@@ -461,7 +458,6 @@ extern "C" __global__ void __launch_bounds__(320, 2) mta_strip_grad_shares_cq6_c
     wgmma_commit();
     wgmma_wait<0>();
     if (lane == 0) barrier_arrive(barriers + Y_EMPTY + BARRIER * buffer);
-    const int key = seen.start + t * KEYS;
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i)
       if (r0 + row + (lane >> 2) + 8 * (i >> 1 & 1) < skip) c[i] = 0.f;
