@@ -71,6 +71,18 @@ def time_steps(step: Callable[[], None], steps: int, device: torch.device) -> li
     return [start.elapsed_time(end) for start, end in pairwise(events)]
 
 
+def enqueued_in(step: Callable[[], None], steps: int, device: torch.device) -> list[float]:
+    """Return the milliseconds that the CPU takes to launch each step on a GPU which has nothing else to do."""
+    times = []
+    for _ in range(steps):
+        torch.cuda.synchronize(device)
+        start = perf_counter()
+        step()
+        times.append(1e3 * (perf_counter() - start))
+    torch.cuda.synchronize(device)
+    return times
+
+
 def measure(
     size: Size, contender: str, batch: int, length: int, vocabulary: int, steps: int, device: torch.device
 ) -> dict[str, Any]:
@@ -86,8 +98,9 @@ def measure(
         device: the device to measure.
 
     Returns:
-        Milliseconds of a step (the median, and all of them), tokens a second, the peak of the GPU's memory in GiB (None
-        on the CPU), the seconds before the first timed step (making the model included), and the number of parameters.
+        Milliseconds of a step (the median, and all of them), those that the CPU takes to launch one (the median; None
+        without a GPU), tokens a second, the peak of the GPU's memory in GiB (None without a GPU), the seconds before
+        the first timed step (making the model included), and the number of parameters.
 
     Raises:
         torch.OutOfMemoryError: the step does not fit into the GPU's memory.
@@ -110,6 +123,7 @@ def measure(
     return {
         "ms": median,
         "all_ms": times,
+        "cpu_ms": statistics.median(enqueued_in(step, steps, device)) if on_gpu else None,
         "tokens_per_s": 1e3 * batch * length / median,
         "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else None,
         "prepared_s": prepared,
@@ -133,15 +147,15 @@ def table(results: list[dict[str, Any]], title: str) -> Table:
     """Return the results as a table for the console."""
     shown = Table(title=title)
     shown.add_column("attention")
-    for heading in ("ms a step", "tokens/s", "peak GiB", "ready after s"):
+    for heading in ("ms a step", "CPU ms", "tokens/s", "peak GiB", "ready, s"):
         shown.add_column(heading, justify="right")
     for result in results:
         if "error" in result:
             shown.add_row(result["contender"], result["error"])
             continue
-        peak = "" if result["peak_gib"] is None else f"{result['peak_gib']:.1f}"
-        figures = f"{result['ms']:,.1f}", f"{result['tokens_per_s']:,.0f}", peak, f"{result['prepared_s']:.0f}"
-        shown.add_row(result["contender"], *figures)
+        cpu, peak = ("" if result[name] is None else f"{result[name]:,.1f}" for name in ("cpu_ms", "peak_gib"))
+        speed, prepared = f"{result['tokens_per_s']:,.0f}", f"{result['prepared_s']:.0f}"
+        shown.add_row(result["contender"], f"{result['ms']:,.1f}", cpu, speed, peak, prepared)
     return shown
 
 
