@@ -75,8 +75,7 @@ def readers(role: str, stages: Stages) -> tuple[tuple[str, ...], ...]:
     of_scores = (*gradients, *(("scores_backward",) if stages.has_scores_backward else ()))
     of_convolved = convolution.gradient_roles if convolution else of_scores
     probabilities = ("probabilities",) if stages.post_is_separate else ()
-    token_mix_backward = ("mix_backward",) if stages.token_mix else ()
-    rows = ("mix", *token_mix_backward) if stages.token_mix else ("softmax", *probabilities, "softmax_backward")
+    rows = ("mix", "mix_backward") if stages.token_mix else ("softmax", *probabilities, "softmax_backward")
     unmixed = ("post_mix", "post_mix_backward") if stages.separate_post_mix else shares
     of_unmixed = post_convolution.gradient_roles if post_convolution else ("softmax_backward",)
     written: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -89,7 +88,7 @@ def readers(role: str, stages: Stages) -> tuple[tuple[str, ...], ...]:
         "post_mix_backward": (shares, of_unmixed),
         "post_convolution_adjoint": (("softmax_backward",),),
         # A mixing by tokens writes over visible gradients only. Its readers read hidden ones of the softmax.
-        "softmax_backward": ((*token_mix_backward, *of_convolved), shares),
+        "softmax_backward": ((*(("mix_backward",) if stages.token_mix else ()), *of_convolved), shares),
         "convolution_adjoint": (of_scores,),
         "grad_scores": (gradients, shares),
     }

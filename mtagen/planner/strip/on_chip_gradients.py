@@ -185,7 +185,7 @@ class GradScoresKernel(OnChipGradient):
 
     @property
     def hidden(self) -> HiddenKeys:
-        """The hidden keys that other kernels read of both planes, which the same kind of kernels multiplies."""
+        """The hidden keys that other kernels read, the same of both planes: contractions read both, or cuBLAS does."""
         return self.cleared[0]
 
     @property

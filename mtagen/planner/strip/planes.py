@@ -90,7 +90,7 @@ class PlaneKernel(StripSource):
 
     @property
     def reads_hidden(self) -> HiddenKeys:
-        if self.spec.packed:  # where tiles of documents begin, and what it would gain, was not examined
+        if self.spec.packed:  # fewer zeros for documents were not measured
             return ALL
         largest = max(max(16 * form.warps, form.keys) for form in self.forms)  # so forms do not change other kernels
         slab = self.slab
