@@ -770,6 +770,14 @@ def test_kernels_share_the_time_of_plain_attention() -> None:
     assert first | {"kernel": None} == second | {"kernel": None}
 
 
+def test_bursts_begin_on_an_idle_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, events = torch.device("cuda"), []
+    monkeypatch.setattr(torch.cuda, "synchronize", events.append)
+    bursts = timing.issuing_us(lambda: events.append("call"), device, burst=2, seconds=0.01)
+    assert bursts
+    assert events == [device, "call", "call"] * len(bursts) + [device]
+
+
 def test_issuing_is_timed_in_rounds_over_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     issued: list[Callable[[], object]] = []
 

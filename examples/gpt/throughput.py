@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtagen.environment import collect
+from mtagen.measure.timing import issuing_us
 
 from ..decoder import Decoder
 from ..device import DEVICE, DeviceOption
@@ -31,6 +32,7 @@ from .train import MAX_GRADIENT_NORM, make_optimizer, precision
 EAGER = "plain", "mta", "authors"
 CONTENDERS = (*EAGER, *(f"{name}-compiled" for name in EAGER))
 WARMUP = 3
+LAUNCHING_S = 2.0  # seconds in which the CPU's time is measured
 
 
 def make_step(model: Decoder, batch: int, length: int, vocabulary: int, compiled: bool) -> Callable[[], None]:
@@ -71,18 +73,6 @@ def time_steps(step: Callable[[], None], steps: int, device: torch.device) -> li
     return [start.elapsed_time(end) for start, end in pairwise(events)]
 
 
-def enqueued_in(step: Callable[[], None], steps: int, device: torch.device) -> list[float]:
-    """Return the milliseconds that the CPU takes to launch each step on a GPU which has nothing else to do."""
-    times = []
-    for _ in range(steps):
-        torch.cuda.synchronize(device)
-        start = perf_counter()
-        step()
-        times.append(1e3 * (perf_counter() - start))
-    torch.cuda.synchronize(device)
-    return times
-
-
 def measure(
     size: Size, contender: str, batch: int, length: int, vocabulary: int, steps: int, device: torch.device
 ) -> dict[str, Any]:
@@ -98,9 +88,10 @@ def measure(
         device: the device to measure.
 
     Returns:
-        Milliseconds of a step (the median, and all of them), those that the CPU takes to launch one (the median; None
-        without a GPU), tokens a second, the peak of the GPU's memory in GiB (None without a GPU), the seconds before
-        the first timed step (making the model included), and the number of parameters.
+        Milliseconds of a step (the median, and all of them), those that the CPU takes to launch one (the median; with
+        waits, if a step fills the GPU's queue; None without a GPU), tokens a second, the peak of the GPU's memory in
+        GiB (None without a GPU), the seconds before the first timed step (making the model included), and the number of
+        parameters.
 
     Raises:
         torch.OutOfMemoryError: the step does not fit into the GPU's memory.
@@ -123,7 +114,7 @@ def measure(
     return {
         "ms": median,
         "all_ms": times,
-        "cpu_ms": statistics.median(enqueued_in(step, steps, device)) if on_gpu else None,
+        "cpu_ms": 1e-3 * statistics.median(issuing_us(step, device, burst=1, seconds=LAUNCHING_S)) if on_gpu else None,
         "tokens_per_s": 1e3 * batch * length / median,
         "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else None,
         "prepared_s": prepared,

@@ -68,20 +68,25 @@ def _times(call: Callable[[], object], repeats: int, device: torch.device) -> li
     return [start.elapsed_time(end) for start, end in events]
 
 
-def issuing_us(call: Callable[[], object], device: torch.device) -> list[float]:
-    """Measure the CPU's microseconds per issued ``call``, for each burst of calls to an idle GPU in
-    0.1 s.
+def issuing_us(
+    call: Callable[[], object], device: torch.device, *, burst: int = _BURST, seconds: float = _WATCHED_S
+) -> list[float]:
+    """Measure the CPU's microseconds per issued ``call``, for each burst of calls to an idle GPU.
 
-    The caller has warmed up ``call``.
+    Args:
+        call: what is measured. The caller has warmed it up.
+        device: the GPU.
+        burst: calls of a burst.
+        seconds: the time in which bursts begin.
     """
     bursts = []
-    end = perf_counter() + _WATCHED_S
+    end = perf_counter() + seconds
     while perf_counter() < end:
         torch.cuda.synchronize(device)
         start = perf_counter()
-        for _ in range(_BURST):
+        for _ in range(burst):
             call()
-        bursts.append(1e6 * (perf_counter() - start) / _BURST)
+        bursts.append(1e6 * (perf_counter() - start) / burst)
     torch.cuda.synchronize(device)
     return bursts
 

@@ -1,4 +1,6 @@
-"""Hidden keys of planes that kernels read: the kernels that write these planes clear them, and no others.
+"""The hidden keys of planes that kernels read.
+
+A kernel that writes a plane clears these keys, and leaves other hidden keys as they are.
 
 A plane has room for each key of a strip, but many rows see only some of them. CUDA's kernels of rows mask the keys that
 they read. Its convolutions and products read tiles, in which hidden keys must be zeros, and leave out tiles that no row
@@ -75,6 +77,8 @@ def readers(role: str, stages: Stages) -> tuple[tuple[str, ...], ...]:
     of_scores = (*gradients, *(("scores_backward",) if stages.has_scores_backward else ()))
     of_convolved = convolution.gradient_roles if convolution else of_scores
     probabilities = ("probabilities",) if stages.post_is_separate else ()
+    # A mixing by tokens replaces visible gradients only, so its readers read hidden ones of the softmax.
+    of_mixed = ("mix_backward", *of_convolved) if stages.token_mix else of_convolved
     rows = ("mix", "mix_backward") if stages.token_mix else ("softmax", *probabilities, "softmax_backward")
     unmixed = ("post_mix", "post_mix_backward") if stages.separate_post_mix else shares
     of_unmixed = post_convolution.gradient_roles if post_convolution else ("softmax_backward",)
@@ -87,8 +91,7 @@ def readers(role: str, stages: Stages) -> tuple[tuple[str, ...], ...]:
         "grad_shares": (("post_mix_backward",) if stages.separate_post_mix else of_unmixed,),
         "post_mix_backward": (shares, of_unmixed),
         "post_convolution_adjoint": (("softmax_backward",),),
-        # A mixing by tokens writes over visible gradients only. Its readers read hidden ones of the softmax.
-        "softmax_backward": ((*(("mix_backward",) if stages.token_mix else ()), *of_convolved), shares),
+        "softmax_backward": (of_mixed, shares),
         "convolution_adjoint": (of_scores,),
         "grad_scores": (gradients, shares),
     }

@@ -119,8 +119,8 @@ class StripPass(PassPlan):
             sources |= {role: replace(sources[role], form=form) for role, form in self.forms}
         if self.pass_name != "decode":
             reads = _reads_hidden(self.spec, self.target)
-            cleared = {role: hidden_keys(role, self.stages, reads) for role in sources}
-            sources = {role: replace(source, cleared=cleared[role]) for role, source in sources.items()}
+            for role, source in sources.items():
+                sources[role] = replace(source, cleared=hidden_keys(role, self.stages, reads))
         return sources | products
 
     @cached_property
