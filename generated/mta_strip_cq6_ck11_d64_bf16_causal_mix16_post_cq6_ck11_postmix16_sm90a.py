@@ -1724,6 +1724,67 @@ class Overlap(NamedTuple):
     complete_k: int
 
 
+class Span(NamedTuple):
+    """The rows of a strip, and the keys that they see.
+
+    Attributes:
+        first, end: the rows are first <= i < end, context included.
+        key0, keys: the first key that some row sees, and the number of keys from there on.
+        pitch: elements from one row of a plane to the next.
+    """
+
+    first: int
+    end: int
+    key0: int
+    keys: int
+    pitch: int
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return self.end - self.first
+
+
+class Division(NamedTuple):
+    """The division of a call into strips.
+
+    Attributes:
+        sequences: the sequences of a strip.
+        spans: the strips of each sequence in the order of launches.
+    """
+
+    sequences: int
+    spans: list[Span]
+
+    @property
+    def rows(self) -> int:
+        """The most rows of a strip."""
+        return max((span.rows for span in self.spans), default=0)
+
+    @property
+    def pitch(self) -> int:
+        """The most elements from one row of a plane to the next."""
+        return max((span.pitch for span in self.spans), default=0)
+
+    def first_sees_all(self, n_k: int) -> bool:
+        """Whether the first strip of a sequence sees all of its `n_k` keys."""
+        return bool(self.spans) and (self.spans[0].key0, self.spans[0].keys) == (0, n_k)
+
+    def is_whole(self, n_k: int) -> bool:
+        """Whether a strip has all rows and keys of its sequences."""
+        return len(self.spans) == 1 and self.first_sees_all(n_k)
+
+    def overlaps(self, n_q: int, n_k: int) -> dict[int, Overlap]:
+        """The overlaps of strips that see a key, in the order of launches, by the first row of queries."""
+        spans = [span for span in self.spans if span.keys > 0]
+        overlaps = {}
+        for span, before, after in zip(spans, [None, *spans], [*spans, None][1:], strict=False):
+            summed = (n_q, n_k) if before is None else (before.first, before.key0)
+            complete = (0, 0) if after is None else (after.end, after.key0 + after.keys)
+            overlaps[span.first] = Overlap(*summed, *complete)
+        return overlaps
+
+
 class Limits(NamedTuple):
     """Numbers of the plan about strips.
 
@@ -1731,8 +1792,9 @@ class Limits(NamedTuple):
         context: earlier rows of scores that a row of outputs depends on.
         enough_rows: output rows per sequence from which on a strip takes another sequence.
         min_rows, max_rows: limits of the rows of a strip, context included. None is no limit.
-        row_multiple: divisor of these rows, unless they are all rows or the most.
-        left, right: keys before and after its own that a row sees. None is no limit.
+        row_multiple: divisor of these rows, unless they are all that are left or the most.
+        left, right: keys before and after its own that a row sees. None is no limit, as for packed documents.
+        most_keys: the most keys that the rows of a strip of packed documents see. None is no limit.
         key_multiple: divisor of the keys of a strip, unless they are all keys or end where those of the strip before
             do. It makes products faster.
         begin_multiple: divisor of the first key; dropout draws for groups of keys.
@@ -1747,79 +1809,57 @@ class Limits(NamedTuple):
     row_multiple: int
     left: int | None
     right: int | None
+    most_keys: int | None
     key_multiple: int
     begin_multiple: int
     pitch_multiple: int
     itemsize: int
 
-    def pitch(self, n_k: int, rows: int) -> int:
-        """The elements from one row of a plane to the next; a row holds all keys that `rows` rows see."""
-        seen = n_k
-        if self.left is not None and self.right is not None:
-            seen = min(n_k, rows + self.left + self.right + self.begin_multiple - 1)
-        return -(-seen // self.pitch_multiple) * self.pitch_multiple
+    def pitch(self, keys: int) -> int:
+        """The elements from one row of a plane to the next, which holds `keys` keys."""
+        return max(1, -(-keys // self.pitch_multiple)) * self.pitch_multiple
 
-    def sizes(
-        self, batch: int, n_heads: int, n_q: int, n_k: int, planes: int, workspace_bytes: int
-    ) -> tuple[int, int, int]:
-        """Divide the work into strips whose `planes` planes fit the workspace.
-
-        Returns:
-            The sequences of a strip, its rows, context included, and the elements from one row of a plane to the next.
-            Shorter strips contain fewer masked scores, so they waste less work.
-        """
-        most = n_q if self.max_rows is None else min(n_q, self.max_rows)
-        rows = workspace_bytes // (planes * n_heads * self.pitch(n_k, most) * self.itemsize)
+    def divided(self, batch: int, n_heads: int, n_q: int, n_k: int, planes: int, workspace_bytes: int) -> Division:
+        """Divide the work into strips whose `planes` planes fit the workspace, or are short strips of one sequence."""
+        elements = workspace_bytes // (planes * n_heads * self.itemsize)  # of a plane, for one head
+        rows = self._fitting_rows(elements, n_q, n_q, n_k)
         sequences = max(1, min(batch, rows // (min(n_q, self.enough_rows) + self.context)))
-        fitting = rows // sequences // self.row_multiple * self.row_multiple
-        rows = min(most, max(self.min_rows, fitting))
-        return sequences, rows, self.pitch(n_k, rows)
+        return Division(sequences, self.spans(elements // sequences, n_q, n_k))
 
-    def is_whole(self, sizes: tuple[int, int, int], n_q: int, n_k: int) -> bool:
-        """Whether a strip of `sizes` has all rows and keys of its sequences."""
-        return sizes[1] >= n_q and self.keys(0, n_q, n_q, n_k) == (0, n_k)
+    def spans(self, elements: int, n_q: int, n_k: int) -> list[Span]:
+        """The strips of a sequence in the order of launches.
 
-    def begins(self, rows: int, n_q: int) -> range:
-        """The first row of queries of each strip of a sequence, in the order of launches, if a strip has `rows` rows.
+        The last rows come first, because they see the most keys: sums over strips begin with them. Where earlier rows
+        see fewer keys, their strips have more rows. Keys never end after those of the strip before, although first
+        keys and numbers of keys are rounded.
 
-        The last rows come first, because they see the most keys: sums over strips begin with them.
+        Args:
+            elements: the most elements of a plane for one head of one sequence, unless a strip is as short as can be.
+            n_q, n_k: rows and keys of the sequence.
         """
-        return range(0, max(n_q - self.context, min(n_q, 1)), max(rows - self.context, 1))[::-1]
+        spans: list[Span] = []
+        end, key_end = n_q, n_k
+        while end > 0:
+            fitting = self._fitting_rows(elements, end, n_q, n_k) // self.row_multiple * self.row_multiple
+            first = end - min(self._most_rows(end), max(self.min_rows, fitting))
+            key0, keys = self.keys(first, end, n_q, n_k)
+            key_end = min(key_end, key0 + keys)
+            spans.append(Span(first, end, key0, key_end - key0, self.pitch(key_end - key0)))
+            end = first + self.context if first else 0
+        return spans
 
-    def first_sees_all(self, sizes: tuple[int, int, int], n_q: int, n_k: int) -> bool:
-        """Whether the first strip of a sequence sees all keys."""
-        begins = self.begins(sizes[1], n_q)
-        return bool(begins) and self.keys(begins[0], n_q, n_q, n_k) == (0, n_k)
+    def _most_rows(self, end: int) -> int:
+        """The most rows of a strip that ends with row `end`."""
+        return end if self.max_rows is None else min(end, self.max_rows)
+
+    def _fitting_rows(self, elements: int, end: int, n_q: int, n_k: int) -> int:
+        """The rows of a strip that ends with row `end`, if its planes have `elements` elements for each head."""
+        _, keys = self.keys(end - self._most_rows(end), end, n_q, n_k)
+        return elements // self.pitch(keys)
 
     def first_key(self, first: int, n_q: int, n_k: int) -> int:
         """The first key that some row from row `first` on sees; n_k if there is no such row, as without rows."""
         return self.keys(first, n_q, n_q, n_k)[0] if first < n_q else n_k
-
-    def spans(self, rows: int, n_q: int, n_k: int) -> dict[int, tuple[int, int, int]]:
-        """The strips of a sequence in the order of launches, if a strip has `rows` rows.
-
-        Returns:
-            For the first row of queries of each strip: the end of its rows, the first key that some of them sees, and
-            the number of keys from there on. Keys never end after those of the strip before, although first keys
-            and numbers of keys are rounded.
-        """
-        spans, key_end = {}, n_k
-        for first in self.begins(rows, n_q):
-            end = min(first + rows, n_q)
-            key0, keys = self.keys(first, end, n_q, n_k)
-            key_end = min(key_end, key0 + keys)
-            spans[first] = end, key0, key_end - key0
-        return spans
-
-    def overlaps(self, rows: int, n_q: int, n_k: int) -> dict[int, Overlap]:
-        """The overlaps of strips that see a key, in the order of launches, by the first row of queries."""
-        spans = {first: span for first, span in self.spans(rows, n_q, n_k).items() if span[2] > 0}
-        overlaps = {}
-        for first, before, after in zip(spans, [None, *spans], [*spans, None][1:], strict=False):
-            summed = (n_q, n_k) if before is None else (before, spans[before][1])
-            complete = (0, 0) if after is None else (spans[after][0], sum(spans[after][1:]))
-            overlaps[first] = Overlap(*summed, *complete)
-        return overlaps
 
     def keys_of_step(self, count: int, n_k: int) -> int:
         """The number of keys that some of the last `count` rows of a sequence of at most n_k keys see."""
@@ -1831,11 +1871,15 @@ class Limits(NamedTuple):
         key0 = 0
         if self.left is not None:
             key0 = max(0, begin + off - self.left) // self.begin_multiple * self.begin_multiple
-        keys = n_k - key0
+        keys = n_k - key0 if self.most_keys is None else min(n_k - key0, self.most_keys)
         if self.right is not None:
             seen = end + off + self.right - key0
             keys = min(keys, -(-seen // self.key_multiple) * self.key_multiple)
         return key0, keys
+
+    def keys_of_blocks(self, first: int, end: int, rows: int, n_q: int, n_k: int) -> list[int]:
+        """The most keys that each block of `rows` rows of a strip sees."""
+        return [max(0, self.keys(row, min(row + rows, end), n_q, n_k)[1]) for row in range(first, end, rows)]
 
 
 class Strip(NamedTuple):
@@ -1877,25 +1921,16 @@ def _sum_of_strips(call: Call, name: str, gradient: torch.Tensor, whole: bool, s
 
 
 def _strips(
-    call: Call,
-    limits: Limits,
-    sizes: tuple[int, int, int],
-    batch: int,
-    n_heads: int,
-    n_q: int,
-    n_k: int,
-    planes: int,
-    dtype: torch.dtype,
+    call: Call, limits: Limits, division: Division, batch: int, n_heads: int, planes: int, dtype: torch.dtype
 ) -> Iterator[Strip]:
-    """The strips of `sizes` that Limits.sizes returned. All have the same memory, of `planes` planes."""
-    sequences, rows, pitch = sizes
-    length = sequences * n_heads * rows * pitch
+    """The strips of a division. All have the same memory, of `planes` planes."""
+    sequences, spans = division
+    length = sequences * n_heads * max((span.rows * span.pitch for span in spans), default=0)
     memory = [call.workspace(f"plane {number}", (length,), dtype) for number in range(planes)]
-    context = limits.context
     for b0 in range(0, batch, sequences):
         b1 = min(b0 + sequences, batch)
-        for first, (end, key0, keys) in limits.spans(rows, n_q, n_k).items():
-            begin = first + context if first else 0
+        for first, end, key0, keys, pitch in spans:
+            begin = first + limits.context if first else 0
             shape = ((b1 - b0) * n_heads, end - first, pitch)
             length = shape[0] * shape[1] * shape[2]
             yield Strip(b0, b1, begin, end, first, key0, keys, [x[:length].view(shape) for x in memory])
@@ -1909,6 +1944,7 @@ LIMITS = Limits(
     row_multiple=128,
     left=None,
     right=0,
+    most_keys=None,
     key_multiple=128,
     begin_multiple=1,
     pitch_multiple=256,
@@ -2017,9 +2053,9 @@ def _forward(
     batch, n_heads, n_q, _ = q.shape
     _, kv_heads, n_k, _ = k.shape
     group = n_heads // kv_heads
-    sizes = LIMITS.sizes(batch, n_heads, n_q, n_k, 3, 1073741824)
+    division = LIMITS.divided(batch, n_heads, n_q, n_k, 3, 1073741824)
 
-    strips = _strips(call, LIMITS, sizes, batch, n_heads, n_q, n_k, 3, torch.float16)
+    strips = _strips(call, LIMITS, division, batch, n_heads, 3, torch.float16)
     for b0, b1, begin, end, first, key0, keys, planes in strips:
         if keys <= 0:
             call.run(torch.Tensor.zero_, out[b0:b1, :, begin:end])
@@ -2123,8 +2159,8 @@ def _backward(
     batch, n_heads, n_q, _ = q.shape
     _, kv_heads, n_k, _ = k.shape
     group = n_heads // kv_heads
-    sizes = LIMITS.sizes(batch, n_heads, n_q, n_k, 5, 1073741824)
-    is_whole, sees_all = LIMITS.is_whole(sizes, n_q, n_k), LIMITS.first_sees_all(sizes, n_q, n_k)
+    division = LIMITS.divided(batch, n_heads, n_q, n_k, 5, 2147483648)
+    is_whole, sees_all = division.is_whole(n_k), division.first_sees_all(n_k)
     sum_k, sum_v = (_sum_of_strips(call, name, x, is_whole, sees_all) for name, x in (("dk", dk), ("dv", dv)))
     sum_q = dq if is_whole else call.zeros(dq.shape, torch.float32)
     all_chunks = triton.cdiv(n_k, 2048)
@@ -2134,7 +2170,7 @@ def _backward(
     convolution_partial = call.zeros((parts, n_heads, all_chunks, 66), torch.float32)
     post_convolution_partial = call.zeros((parts, n_heads, all_chunks, 66), torch.float32)
 
-    strips = _strips(call, LIMITS, sizes, batch, n_heads, n_q, n_k, 5, torch.float16)
+    strips = _strips(call, LIMITS, division, batch, n_heads, 5, torch.float16)
     for b0, b1, begin, end, first, key0, keys, planes in strips:
         if keys <= 0:
             continue

@@ -360,14 +360,15 @@ def test_host_functions_record_no_gradients(monkeypatch: pytest.MonkeyPatch, tmp
 
 def strips_of(module: ModuleType, batch: int, heads: int, n_q: int, n_k: int, planes: int, workspace: int) -> list[Any]:
     """Return the strips of a call without their memory. Check that a sequence's first strip has its last row."""
-    sizes = module.LIMITS.sizes(batch, heads, n_q, n_k, planes, workspace)
+    division = module.LIMITS.divided(batch, heads, n_q, n_k, planes, workspace)
     nowhere = torch.device("meta")
     call = module.Call(torch.empty(0, device=nowhere))
-    strips = [*module._strips(call, module.LIMITS, sizes, batch, heads, n_q, n_k, planes, torch.float16)]
+    strips = [*module._strips(call, module.LIMITS, division, batch, heads, planes, torch.float16)]
     for _, of_sequence in itertools.groupby(strips, key=lambda strip: strip.b0):
         first, *others = of_sequence
         assert first.end == n_q > max((strip.end for strip in others), default=0)
-        assert module.LIMITS.first_sees_all(sizes, n_q, n_k) == ((first.key0, first.keys) == (0, n_k))
+        assert division.first_sees_all(n_k) == ((first.key0, first.keys) == (0, n_k))
+        assert division.is_whole(n_k) == (not others and division.first_sees_all(n_k))
     return strips
 
 
@@ -382,10 +383,12 @@ def test_strips_sum_what_they_share(
 ) -> None:
     """Kernels that add to gradients as told write each row and key once, after all strips that have it."""
     spec = Spec(**stages, head_dim=64, mixed_heads=16, causal=False, window=window)
-    limits = loaded(spec, tmp_path, monkeypatch).LIMITS
-    for n_q, n_k, rows in itertools.product((0, 1, 300, 1500), (0, 1, 450, 1500), (64, 128, 1024)):
-        spans = {first: span for first, span in limits.spans(rows, n_q, n_k).items() if span[2] > 0}
-        overlaps = limits.overlaps(rows, n_q, n_k)
+    module = loaded(spec, tmp_path, monkeypatch)
+    limits = module.LIMITS
+    for n_q, n_k, elements in itertools.product((0, 1, 300, 1500), (0, 1, 450, 1500), (1, 2**17, 2**20)):
+        division = module.Division(1, limits.spans(elements, n_q, n_k))
+        spans = {span.first: (span.end, span.key0, span.keys) for span in division.spans if span.keys > 0}
+        overlaps = division.overlaps(n_q, n_k)
         assert [*overlaps] == [*spans]
         first_row = min(spans, default=n_q)
         unwritten = {"rows": [*range(first_row, n_q)], "keys": [*range(limits.first_key(first_row, n_q, n_k), n_k)]}
@@ -406,6 +409,21 @@ def test_strips_sum_what_they_share(
                     else:
                         unwritten[kind].remove(place)
         assert unwritten == {"rows": [], "keys": []}
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (250, 0), (90, 60)], ids=str)
+def test_keys_of_blocks_of_rows(window: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At least those that some row of the block sees, and fewer than 128 besides."""
+    spec = Spec(None, 64, mixed_heads=16, causal=False, window=window)
+    limits = loaded(spec, tmp_path, monkeypatch).LIMITS
+    for n_q, n_k, first, end in ((300, 450, 100, 300), (300, 40, 0, 300), (1, 1, 0, 1)):
+        blocks = limits.keys_of_blocks(first, end, 32, n_q, n_k)
+        for row, keys in zip(range(first, end, 32), blocks, strict=True):
+            positions = range(row + n_k - n_q, min(row + 32, end) + n_k - n_q)
+            begin = 0 if spec.left is None else positions[0] - spec.left
+            stop = n_k if spec.right is None else positions[-1] + spec.right + 1
+            seen = len({*range(begin, stop)} & {*range(n_k)})
+            assert seen <= keys < seen + 128
 
 
 @pytest.mark.parametrize("cq", [1, 2, 6, MAX_KERNEL])
@@ -439,12 +457,11 @@ def test_strips(spec: Spec, workspace: int, causal: bool, monkeypatch: pytest.Mo
             pitches = {(x.shape[0], x.shape[1]) for x in planes}
             assert (len(planes), pitches) == (count, {((b1 - b0) * heads, end - first)})
             (pitch,) = {x.shape[2] for x in planes}
-            assert n_k <= pitch < n_k + 256
+            assert keys <= pitch < max(keys, 1) + 256
             taken = sum(x.numel() * x.element_size() for x in planes)
             assert taken <= count * 2**28
-            shortest = (b1, end) == (b0 + 1, min(n_q, first + 128))
-            assert taken <= workspace or shortest
-            assert end == n_q or (end - first) % 128 == 0
+            assert taken <= workspace or (b1 == b0 + 1 and end - first <= 128)
+            assert first == 0 or (end - first) % 128 == 0
         assert sorted(owned) == [*itertools.product(range(batch), range(n_q))]
         assert len(owned) > 0
 
@@ -493,7 +510,7 @@ def test_strips_in_a_window(
                 assert rows <= 1024
                 assert pitch < rows + window[0] + spec.right + group - 1 + 256
             taken = sum(x.numel() * x.element_size() for x in planes)
-            assert taken <= workspace or (b1, end) == (b0 + 1, min(n_q, first + 128))
+            assert taken <= workspace or (b1 == b0 + 1 and end - first <= 128)
         assert sorted(owned) == [*itertools.product(range(batch), range(n_q))]
 
 
@@ -527,7 +544,7 @@ def test_planes_are_those_of_the_host_code(spec: Spec) -> None:
         assert read >= {*one.planes}
         calls = [ast.unparse(x) for x in nodes if isinstance(x, ast.Call)]
         count = len(one.planes)
-        planes = f"_strips(call, LIMITS, sizes, batch, n_heads, n_q, n_k, {count}, torch.float16)"
+        planes = f"_strips(call, LIMITS, division, batch, n_heads, {count}, torch.float16)"
         assert (f"range({count})" if name == "decode" else planes) in calls
 
 

@@ -114,13 +114,17 @@ def test_accuracy_of_targets_without_tma(case: str, target: str, backend: str) -
 
 @every_case
 def test_accuracy_of_many_strips(case: Case, backend: str) -> None:
-    """Each of the fewest rows there are, of one sequence."""
-    op, heads = build(case, backend), case[0]
-    plan = op.plan
-    for one in plan.strip.values():
-        plan = plan.replaced(replace(one, workspace_bytes=2**16))
-    op = assemble(plan, torch_on_cpu=False)
-    assert not failures(op, plan.spec, CUDA, (Sizes(2, heads, heads // 2, 517, 530),))
+    """Each of the fewest rows there are, of one sequence; and longer ones of early rows, which see fewer keys."""
+    built, heads = build(case, backend), case[0]
+    for workspace_bytes, sizes in (
+        (2**16, Sizes(2, heads, heads // 2, 517, 530)),
+        (2**20 * heads, Sizes(1, heads, heads, 1000, 1003)),
+    ):
+        plan = built.plan
+        for one in plan.strip.values():
+            plan = plan.replaced(replace(one, workspace_bytes=workspace_bytes))
+        op = assemble(plan, torch_on_cpu=False)
+        assert not failures(op, plan.spec, CUDA, (sizes,))
 
 
 @repeated
@@ -146,7 +150,7 @@ def test_memory_is_bounded(case: Case, backend: str) -> None:
     peak = torch.cuda.max_memory_allocated() - base
     returned = sum(x.numel() * x.element_size() for x in results)
     rows = heads * n * max(spec.head_dim, spec.value_head_dim) * 4  # one tensor like q in fp32
-    assert peak <= returned + op.plan.strip["backward"].workspace_bytes + 8 * rows + 2**26
+    assert peak <= returned + op.plan.strip["backward"].planes_bytes + 8 * rows + 2**26
 
 
 def test_compiled(backend: str) -> None:

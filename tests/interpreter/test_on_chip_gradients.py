@@ -147,6 +147,32 @@ def test_rows_of_a_strip() -> None:
     assert StripModule.of([mixed_on_chip(BOTH).strip["decode"]]).limits.max_rows is None
 
 
+@pytest.mark.parametrize("bundles", [1, 4])
+@pytest.mark.parametrize(
+    "lines",
+    [[256] * 64, [*range(1, 109)], [*range(109, 193)], [0] * 50 + [*range(1, 60)], [8] * 8, [256]],
+    ids=["equal", "first rows", "later rows", "rows that see no key", "few", "one block"],
+)
+def test_chunks_of_keys(lines: list[int], bundles: int) -> None:
+    """They take as long as any other number of chunks, but for an eighth.
+
+    132 multiprocessors compute the chunks of the largest blocks first.
+    """
+    start, most = 2, PROGRAMS // len(lines)
+
+    def time(chunks: int) -> int:
+        free = [0] * 132
+        for size in sorted(lines, reverse=True):
+            for chunk in [*range(chunks)] * bundles:
+                free[free.index(min(free))] += size * (chunk + 1) // chunks - size * chunk // chunks + start
+        return max(free)
+
+    made = mixed_on_chip(BOTH)
+    chosen = load_host(made, render(made), "backward")._balanced_chunks(lines, bundles, 132, most, start)
+    assert 1 <= chosen <= most
+    assert time(chosen) <= 1.125 * min(map(time, range(1, min(most, max(lines)) + 1)))
+
+
 def test_other_groups_have_planes_of_scores() -> None:
     """Bundles of smaller groups may lack heads, and values of small groups lie side by side."""
     for spec in (

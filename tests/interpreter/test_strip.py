@@ -126,8 +126,8 @@ def strips(op: AttentionOp, sizes: Sizes, planes: int) -> tuple[int, int]:
     """Sequences and rows of a strip of a call with so many planes, as the host code cuts it."""
     module = load_host(op.plan, render(op.plan), "forward")
     workspace_bytes = op.plan.strip["forward"].workspace_bytes
-    sequences, rows, _ = module.LIMITS.sizes(sizes.batch, sizes.heads, sizes.nq, sizes.nk, planes, workspace_bytes)
-    return sequences, rows
+    division = module.LIMITS.divided(sizes.batch, sizes.heads, sizes.nq, sizes.nk, planes, workspace_bytes)
+    return division.sequences, division.rows
 
 
 @pytest.mark.parametrize(("options", "sizes"), VARIANTS.values(), ids=VARIANTS)
@@ -184,6 +184,15 @@ def test_strips_of_some_rows(stages: dict[str, Any]) -> None:
     op = with_workspace(build(stages | {"mixed_heads": 2, "post_mixed_heads": 2}), 2**10)
     sizes = Sizes(1, 2, 1, 135, 130)
     assert strips(op, sizes, 1) == (1, 128)
+    assert_accurate(op, sizes)
+
+
+def test_strips_of_early_rows_are_longer() -> None:
+    """Rows that see fewer keys have shorter rows of planes, of which more fit the workspace."""
+    stages = {"kernel": (3, 4), "mixed_heads": 2, "post_mixed_heads": 2}
+    op = with_workspace(build(stages), 2**20)
+    sizes = Sizes(1, 2, 1, 300, 290)
+    assert strips(op, sizes, 2) == (1, 174)
     assert_accurate(op, sizes)
 
 

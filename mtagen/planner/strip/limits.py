@@ -33,6 +33,7 @@ class Limits:
     row_multiple: int
     left: int | None
     right: int | None
+    most_keys: int | None
     key_multiple: int
     begin_multiple: int
     pitch_multiple: int
@@ -47,9 +48,13 @@ class Limits:
             most_rows: upper limit of the rows of a strip that the kernels take. None is no limit.
         """
         mask, stages = Mask.of(spec), Stages(spec)
+        left, right, most_keys = mask.left, mask.right, None
         if spec.packed:
             context, row_multiple = context_places(spec.context), TILE
             min_rows = context + TILE
+            if left is not None and right is not None:
+                most_keys = WINDOW_ROWS + left + right + begin_multiple(spec) - 1
+            left = right = None
         else:  # whole tiles, of which at most half are context
             context, row_multiple = spec.context, CONVOLUTION_ROWS
             min_rows = -(-2 * max(context, 1) // row_multiple) * row_multiple
@@ -59,8 +64,9 @@ class Limits:
             min_rows=min_rows,
             max_rows=WINDOW_ROWS if mask.hides_later and mask.hides_earlier else most_rows,
             row_multiple=row_multiple,
-            left=mask.left,
-            right=mask.right,
+            left=left,
+            right=right,
+            most_keys=most_keys,
             key_multiple=KEY_MULTIPLE,
             begin_multiple=begin_multiple(spec),
             # Rows of planes hold whole tiles of keys.

@@ -25,13 +25,15 @@ from .row_shared import MAX_HEADS
 from .source import Form, StripSource
 from .stages import Stages
 
-WORKSPACE_BYTES = 2**30  # upper limit of the planes of a strip
-# Upper limit of one plane; 2**28 bytes are 1024 rows of 16 heads at N = 8192. Longer strips multiply more hidden scores
-# and shorter strips need more launches. The forward pass has fewer planes than the backward pass.
-PLANE_BYTES: Mapping[str, int] = {"forward": 2**29, "backward": 2**28, "decode": WORKSPACE_BYTES}
-# Factor of the workspace for packed documents. A row is as long as the longest document, and the context of a strip
-# fills a whole tile, which is a smaller part of a longer strip.
-PACKED_FACTOR = 2
+# Upper limits of all planes of a strip, and of one of them; 2**29 bytes are 2048 rows of 16 heads at N = 8192. Shorter
+# strips need more launches, and their rows of context are more of their rows. Longer ones take more memory, and cuBLAS
+# multiplies more hidden scores (benchmarks/notes/strips.md).
+WORKSPACE_BYTES: Mapping[str, int] = {"forward": 2**30, "backward": 2**31, "decode": 2**30}
+PLANE_BYTES: Mapping[str, int] = {"forward": 2**29, "backward": 2**29, "decode": 2**30}
+# The same for packed documents. A row is as long as the longest document, and the context of a strip fills a whole
+# tile, which is a smaller part of a longer strip.
+PACKED_WORKSPACE_BYTES = 2**31
+PACKED_PLANE_BYTES = 2**30
 # CUDA's time over Triton's for a pass: the largest ratios in benchmarks/notes/strips.md (mixing alone).
 CUDA_OVER_TRITON: Mapping[str, float] = {"forward": 0.90, "backward": 0.74, "decode": 0.67}
 
@@ -46,7 +48,7 @@ class StripPass(PassPlan):
         pass_name: ``forward``, ``backward`` or ``decode``.
         backend: ``triton``: all kernels are Triton's; ``cuda``: kernels are CUDA's where CUDA has
             them, else Triton's.
-        workspace_bytes: upper limit of the planes, for batches.
+        workspace_bytes: upper limit of the planes; None means as measured best.
         forms: (role, form) of the kernels whose form is not the cheapest by the cost model.
     """
 
@@ -54,7 +56,7 @@ class StripPass(PassPlan):
     target: str
     pass_name: str
     backend: str = "triton"
-    workspace_bytes: int = WORKSPACE_BYTES
+    workspace_bytes: int | None = None
     forms: tuple[tuple[str, Form], ...] = ()
 
     lowering = "strip"
@@ -161,8 +163,11 @@ class StripPass(PassPlan):
 
         One short strip of one sequence is allocated even if it needs more.
         """
-        dense = min(self.workspace_bytes, len(self.planes) * PLANE_BYTES[self.pass_name])
-        return PACKED_FACTOR * dense if self.spec.packed else dense
+        if self.workspace_bytes is not None:
+            return self.workspace_bytes
+        if self.spec.packed:
+            return min(PACKED_WORKSPACE_BYTES, len(self.planes) * PACKED_PLANE_BYTES)
+        return min(WORKSPACE_BYTES[self.pass_name], len(self.planes) * PLANE_BYTES[self.pass_name])
 
     # ---- Cost. Triton's kernels and products of planes with rows are modelled as bound by memory alone.
 
