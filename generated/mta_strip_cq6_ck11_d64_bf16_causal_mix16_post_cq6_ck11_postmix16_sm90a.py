@@ -2159,7 +2159,7 @@ def _backward(
     batch, n_heads, n_q, _ = q.shape
     _, kv_heads, n_k, _ = k.shape
     group = n_heads // kv_heads
-    division = LIMITS.divided(batch, n_heads, n_q, n_k, 5, 2147483648)
+    division = LIMITS.divided(batch, n_heads, n_q, n_k, 5, 2684354560)
     is_whole, sees_all = division.is_whole(n_k), division.first_sees_all(n_k)
     sum_k, sum_v = (_sum_of_strips(call, name, x, is_whole, sees_all) for name, x in (("dk", dk), ("dv", dv)))
     sum_q = dq if is_whole else call.zeros(dq.shape, torch.float32)

@@ -28,7 +28,7 @@ from .stages import Stages
 # Upper limits of all planes of a strip, and of one of them; 2**29 bytes are 2048 rows of 16 heads at N = 8192. Shorter
 # strips need more launches, and their rows of context are more of their rows. Longer ones take more memory, and cuBLAS
 # multiplies more hidden scores (benchmarks/notes/strips.md).
-WORKSPACE_BYTES: Mapping[str, int] = {"forward": 2**30, "backward": 2**31, "decode": 2**30}
+WORKSPACE_BYTES: Mapping[str, int] = {"forward": 2**30, "backward": 5 * 2**29, "decode": 2**30}
 PLANE_BYTES: Mapping[str, int] = {"forward": 2**29, "backward": 2**29, "decode": 2**30}
 # The same for packed documents. A row is as long as the longest document, and the context of a strip fills a whole
 # tile, which is a smaller part of a longer strip.
