@@ -158,6 +158,14 @@ MUTANTS = (
         (f"{ON_CHIP_GRADIENTS}::test_accurate[before and after]",),
     ),
     Mutant(
+        "on-chip-chunks-of-equal-blocks",
+        "mtagen/templates/host/chunks.py",
+        "for size in sizes:",
+        "for size in [sizes[0]] * len(sizes):",
+        "Blocks count as if they all had as many keys as the largest one, so that multiprocessors wait for it.",
+        (f"{ON_CHIP_GRADIENTS}::test_chunks_of_keys",),
+    ),
+    Mutant(
         "on-chip-rows-without-limit",
         "mtagen/planner/strip/limits.py",
         "max_rows=WINDOW_ROWS if mask.hides_later and mask.hides_earlier else most_rows,",
