@@ -1067,7 +1067,8 @@ class Span(NamedTuple):
 
     Attributes:
         first, end: the rows are first <= i < end, context included.
-        key0, keys: the first key that some row sees, and the number of keys from there on.
+        key0, keys: the first key that some row sees, and the number of keys from there on. For packed documents 0, and
+            the most keys of a document that its rows see.
         pitch: elements from one row of a plane to the next.
     """
 
@@ -1087,7 +1088,7 @@ class Division(NamedTuple):
     """The division of a call into strips.
 
     Attributes:
-        sequences: the sequences of a strip.
+        sequences: the number of sequences of a strip. The last strips of a batch may have fewer.
         spans: the strips of each sequence in the order of launches.
     """
 
@@ -1131,8 +1132,8 @@ class Limits(NamedTuple):
         enough_rows: output rows per sequence from which on a strip takes another sequence.
         min_rows, max_rows: limits of the rows of a strip, context included. None is no limit.
         row_multiple: divisor of these rows, unless they are all that are left or the most.
-        left, right: keys before and after its own that a row sees. None is no limit, as for packed documents.
-        most_keys: the most keys that the rows of a strip of packed documents see. None is no limit.
+        left, right: keys before and after its own that a row sees. None is no limit, and that of packed documents.
+        window: the most keys that rows of a packed document see, less the number of these rows. None is no limit.
         key_multiple: divisor of the keys of a strip, unless they are all keys or end where those of the strip before
             do. It makes products faster.
         begin_multiple: divisor of the first key; dropout draws for groups of keys.
@@ -1147,7 +1148,7 @@ class Limits(NamedTuple):
     row_multiple: int
     left: int | None
     right: int | None
-    most_keys: int | None
+    window: int | None
     key_multiple: int
     begin_multiple: int
     pitch_multiple: int
@@ -1158,7 +1159,10 @@ class Limits(NamedTuple):
         return max(1, -(-keys // self.pitch_multiple)) * self.pitch_multiple
 
     def divided(self, batch: int, n_heads: int, n_q: int, n_k: int, planes: int, workspace_bytes: int) -> Division:
-        """Divide the work into strips whose `planes` planes fit the workspace, or are short strips of one sequence."""
+        """Divide a call into strips whose `planes` planes fit the workspace.
+
+        A strip of `min_rows` rows of one sequence may need more.
+        """
         elements = workspace_bytes // (planes * n_heads * self.itemsize)  # of a plane, for one head
         rows = self._fitting_rows(elements, n_q, n_q, n_k)
         sequences = max(1, min(batch, rows // (min(n_q, self.enough_rows) + self.context)))
@@ -1167,19 +1171,20 @@ class Limits(NamedTuple):
     def spans(self, elements: int, n_q: int, n_k: int) -> list[Span]:
         """The strips of a sequence in the order of launches.
 
-        The last rows come first, because they see the most keys: sums over strips begin with them. Where earlier rows
-        see fewer keys, their strips have more rows. Keys never end after those of the strip before, although first
-        keys and numbers of keys are rounded.
+        The last rows come first: under a causal mask they see the most keys, so sums over strips begin with them. Where
+        earlier rows see fewer keys, their strips have more rows. Keys never end after those of the strip before,
+        although first keys and numbers of keys are rounded.
 
         Args:
-            elements: the most elements of a plane for one head of one sequence, unless a strip is as short as can be.
+            elements: the most elements of a plane for one head of one sequence. A strip of `min_rows` rows may have
+                more.
             n_q, n_k: rows and keys of the sequence.
         """
         spans: list[Span] = []
-        end, key_end = n_q, n_k
+        end, key_end, multiple = n_q, n_k, self.row_multiple
         while end > 0:
-            fitting = self._fitting_rows(elements, end, n_q, n_k) // self.row_multiple * self.row_multiple
-            first = end - min(self._most_rows(end), max(self.min_rows, fitting))
+            most, rows = self._most_rows(end), self._fitting_rows(elements, end, n_q, n_k)
+            first = end - min(most, max(self.min_rows, rows if rows >= most else rows // multiple * multiple))
             key0, keys = self.keys(first, end, n_q, n_k)
             key_end = min(key_end, key0 + keys)
             spans.append(Span(first, end, key0, key_end - key0, self.pitch(key_end - key0)))
@@ -1209,14 +1214,14 @@ class Limits(NamedTuple):
         key0 = 0
         if self.left is not None:
             key0 = max(0, begin + off - self.left) // self.begin_multiple * self.begin_multiple
-        keys = n_k - key0 if self.most_keys is None else min(n_k - key0, self.most_keys)
+        keys = n_k - key0 if self.window is None else min(n_k - key0, end - begin + self.window)
         if self.right is not None:
             seen = end + off + self.right - key0
             keys = min(keys, -(-seen // self.key_multiple) * self.key_multiple)
         return key0, keys
 
     def keys_of_blocks(self, first: int, end: int, rows: int, n_q: int, n_k: int) -> list[int]:
-        """The most keys that each block of `rows` rows of a strip sees."""
+        """For each block of `rows` rows of a strip, the keys that it sees, and fewer than `key_multiple` others."""
         return [max(0, self.keys(row, min(row + rows, end), n_q, n_k)[1]) for row in range(first, end, rows)]
 
 
@@ -1263,8 +1268,8 @@ def _strips(
 ) -> Iterator[Strip]:
     """The strips of a division. All have the same memory, of `planes` planes."""
     sequences, spans = division
-    length = sequences * n_heads * max((span.rows * span.pitch for span in spans), default=0)
-    memory = [call.workspace(f"plane {number}", (length,), dtype) for number in range(planes)]
+    most = sequences * n_heads * max((span.rows * span.pitch for span in spans), default=0)
+    memory = [call.workspace(f"plane {number}", (most,), dtype) for number in range(planes)]
     for b0 in range(0, batch, sequences):
         b1 = min(b0 + sequences, batch)
         for first, end, key0, keys, pitch in spans:
@@ -1282,7 +1287,7 @@ LIMITS = Limits(
     row_multiple=128,
     left=None,
     right=0,
-    most_keys=None,
+    window=None,
     key_multiple=128,
     begin_multiple=1,
     pitch_multiple=256,

@@ -25,6 +25,7 @@ from mtagen.planner.sizes import B0, B1, COUNT, KEYS, N_HEADS, SLOTS
 from mtagen.planner.strip import contractions
 from mtagen.planner.strip.documents import RECORD
 from mtagen.planner.strip.kernels import SECTION, SPLIT, SUMS, decode_rows
+from mtagen.planner.strip.limits import Limits
 from mtagen.planner.strip.module import StripModule
 from mtagen.planner.strip.passes import CUDA_OVER_TRITON, StripPass
 from mtagen.planner.strip.planes import PlaneConvolution, PlaneGradient, plane_kernels
@@ -413,7 +414,7 @@ def test_strips_sum_what_they_share(
 
 @pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (250, 0), (90, 60)], ids=str)
 def test_keys_of_blocks_of_rows(window: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """At least those that some row of the block sees, and fewer than 128 besides."""
+    """`keys_of_blocks` counts all keys that rows of a block see, and fewer than 128 others."""
     spec = Spec(None, 64, mixed_heads=16, causal=False, window=window)
     limits = loaded(spec, tmp_path, monkeypatch).LIMITS
     for n_q, n_k, first, end in ((300, 450, 100, 300), (300, 40, 0, 300), (1, 1, 0, 1)):
@@ -424,6 +425,43 @@ def test_keys_of_blocks_of_rows(window: tuple[int, int], monkeypatch: pytest.Mon
             stop = n_k if spec.right is None else positions[-1] + spec.right + 1
             seen = len({*range(begin, stop)} & {*range(n_k)})
             assert seen <= keys < seen + 128
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({}, None),
+        ({"dynamic_ranks": (2, 0)}, None),
+        ({"dynamic_ranks": (0, 2)}, 1024),
+        ({"kernel": (6, 11), "scores": "s + bias[h, j]", "parameters": {"bias": "h,j"}}, 1024),
+        ({"window": (50, -1), "causal": False}, None),
+        ({"window": (50, -1)}, 1024),
+    ],
+    ids=str,
+)
+def test_most_rows_of_a_strip(options: dict[str, Any], rows: int | None) -> None:
+    """Hidden keys of windows, and sums of blocks of rows for each key, do not grow with the workspace."""
+    assert Limits.of(Spec(**{"kernel": None, **options}, head_dim=64, mixed_heads=16)).max_rows == rows
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("workspace", [1, 2**24, 2**30])
+def test_strips_of_packed_documents_in_a_window(
+    workspace: int, dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rows of planes hold as many keys as the strip's rows and the window have together, from whole vectors on."""
+    spec = Spec((3, 4), 64, mixed_heads=2, causal=False, window=(60, 9), dtype=dtype, packed=True)
+    module = loaded(spec, tmp_path, monkeypatch)
+    left, right = spec.left, spec.right
+    assert left is not None
+    assert right is not None
+    for places, max_k in ((128, 10), (256, 8192), (4096, 30000)):
+        for strip in strips_of(module, 1, 16, places, max_k, 4, workspace):
+            rows = strip.end - strip.first
+            (pitch,) = {x.shape[2] for x in strip.planes}
+            assert rows % 128 == strip.first % 128 == 0
+            assert strip.keys == min(max_k, rows + left + right + 16 // spec.itemsize - 1)
+            assert strip.keys <= pitch < strip.keys + 256
 
 
 @pytest.mark.parametrize("cq", [1, 2, 6, MAX_KERNEL])
@@ -448,7 +486,8 @@ def test_strips(spec: Spec, workspace: int, causal: bool, monkeypatch: pytest.Mo
     ):
         batch, heads, n_q, n_k = sizes
         owned = []
-        for b0, b1, begin, end, first, key0, keys, planes in strips_of(module, *sizes, count, workspace):
+        strips = strips_of(module, *sizes, count, workspace)
+        for b0, b1, begin, end, first, key0, keys, planes in strips:
             assert key0 == 0
             owned += itertools.product(range(b0, b1), range(begin, end))
             assert first == max(0, begin - spec.context)
@@ -459,7 +498,10 @@ def test_strips(spec: Spec, workspace: int, causal: bool, monkeypatch: pytest.Mo
             (pitch,) = {x.shape[2] for x in planes}
             assert keys <= pitch < max(keys, 1) + 256
             taken = sum(x.numel() * x.element_size() for x in planes)
-            assert taken <= count * 2**28
+            if first > 0:  # no whole tile of rows more would fit
+                assert (end - first + 128) * max(
+                    b1 - b0 for b0, b1, *_ in strips
+                ) * heads * pitch * 2 * count > workspace
             assert taken <= workspace or (b1 == b0 + 1 and end - first <= 128)
             assert first == 0 or (end - first) % 128 == 0
         assert sorted(owned) == [*itertools.product(range(batch), range(n_q))]

@@ -519,6 +519,13 @@ def test_packed_documents_of_strips() -> None:
 
 
 @packs
+def test_packed_documents_longer_than_a_window() -> None:
+    """Planes have room for the keys of a strip's rows and of the window; a document's first key there is rounded."""
+    options = {"kernel": None, "mixed_heads": 2, "window": (5, 9), "causal": False}
+    assert not packed_failures(options, ((131, 343), (3, 7)), 2, 1, workspace_bytes=2**10)
+
+
+@packs
 def test_more_blocks_of_keys_than_tiles_of_rows() -> None:
     """Of a document with two tiles of rows, which share its keys, and of a short one beside it."""
     options = {"kernel": None, "post_mixed_heads": 2, "causal": False}

@@ -15,6 +15,8 @@ ENOUGH_ROWS = 512  # rows of a sequence from which on a strip takes rows of anot
 # Upper limit of a strip's rows if a window limits keys on both sides. Each row has as many hidden keys in its planes as
 # there are other rows. With half as many rows, launches for short windows are expected to take longer than kernels.
 WINDOW_ROWS = 1024
+# The same if blocks of rows have sums for each key, of gradients of keys' factors or of parameters.
+SUMMED_ROWS = 1024
 KEY_MULTIPLE = 128  # divisor of the keys of a strip: cuBLAS is slow for odd numbers of keys
 _LINE = 128  # elements: least divisor of the pitch of planes
 
@@ -33,7 +35,7 @@ class Limits:
     row_multiple: int
     left: int | None
     right: int | None
-    most_keys: int | None
+    window: int | None
     key_multiple: int
     begin_multiple: int
     pitch_multiple: int
@@ -48,13 +50,18 @@ class Limits:
             most_rows: upper limit of the rows of a strip that the kernels take. None is no limit.
         """
         mask, stages = Mask.of(spec), Stages(spec)
-        left, right, most_keys = mask.left, mask.right, None
+        left, right, window = mask.left, mask.right, None
+        max_rows = [] if most_rows is None else [most_rows]
+        if left is not None and right is not None:
+            max_rows.append(WINDOW_ROWS)
+        if any(stage.rank for stage in stages.token_mixes) or (spec.scores and spec.parameters):
+            max_rows.append(SUMMED_ROWS)
         if spec.packed:
             context, row_multiple = context_places(spec.context), TILE
             min_rows = context + TILE
             if left is not None and right is not None:
-                most_keys = WINDOW_ROWS + left + right + begin_multiple(spec) - 1
-            left = right = None
+                window = left + right + begin_multiple(spec) - 1
+            left = right = None  # each document counts positions of its own
         else:  # whole tiles, of which at most half are context
             context, row_multiple = spec.context, CONVOLUTION_ROWS
             min_rows = -(-2 * max(context, 1) // row_multiple) * row_multiple
@@ -62,11 +69,11 @@ class Limits:
             context=context,
             enough_rows=ENOUGH_ROWS,
             min_rows=min_rows,
-            max_rows=WINDOW_ROWS if mask.hides_later and mask.hides_earlier else most_rows,
+            max_rows=min(max_rows, default=None),
             row_multiple=row_multiple,
             left=left,
             right=right,
-            most_keys=most_keys,
+            window=window,
             key_multiple=KEY_MULTIPLE,
             begin_multiple=begin_multiple(spec),
             # Rows of planes hold whole tiles of keys.

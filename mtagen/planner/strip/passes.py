@@ -25,15 +25,21 @@ from .row_shared import MAX_HEADS
 from .source import Form, StripSource
 from .stages import Stages
 
-# Upper limits of all planes of a strip, and of one of them; 2**29 bytes are 2048 rows of 16 heads at N = 8192. Shorter
-# strips need more launches, and their rows of context are more of their rows. Longer ones take more memory, and cuBLAS
-# multiplies more hidden scores (benchmarks/notes/strips.md).
-WORKSPACE_BYTES: Mapping[str, int] = {"forward": 2**30, "backward": 5 * 2**29, "decode": 2**30}
-PLANE_BYTES: Mapping[str, int] = {"forward": 2**29, "backward": 2**29, "decode": 2**30}
+# The most bytes of all planes of a strip together, and of one plane; 2**29 bytes are 2048 rows of 16 heads at N = 8192.
+# Shorter strips need more launches, and their rows of context are more of their rows. Longer ones take more memory, and
+# cuBLAS multiplies more hidden scores (benchmarks/notes/strips.md#longer-strips).
+WORKSPACE_BYTES: Mapping[str, tuple[int, int]] = {
+    "forward": (2**30, 2**29),
+    "backward": (5 * 2**29, 2**29),
+    "decode": (2**30, 2**30),
+}
 # The same for packed documents. A row is as long as the longest document, and the context of a strip fills a whole
 # tile, which is a smaller part of a longer strip.
-PACKED_WORKSPACE_BYTES = 2**31
-PACKED_PLANE_BYTES = 2**30
+PACKED_WORKSPACE_BYTES: Mapping[str, tuple[int, int]] = {
+    "forward": (2**31, 2**30),
+    "backward": (2**31, 2**29),
+    "decode": (2**31, 2**31),
+}
 # CUDA's time over Triton's for a pass: the largest ratios in benchmarks/notes/strips.md (mixing alone).
 CUDA_OVER_TRITON: Mapping[str, float] = {"forward": 0.90, "backward": 0.74, "decode": 0.67}
 
@@ -48,7 +54,7 @@ class StripPass(PassPlan):
         pass_name: ``forward``, ``backward`` or ``decode``.
         backend: ``triton``: all kernels are Triton's; ``cuda``: kernels are CUDA's where CUDA has
             them, else Triton's.
-        workspace_bytes: upper limit of the planes; None means as measured best.
+        workspace_bytes: upper limit of the planes; None means that of the pass, as measured.
         forms: (role, form) of the kernels whose form is not the cheapest by the cost model.
     """
 
@@ -165,9 +171,8 @@ class StripPass(PassPlan):
         """
         if self.workspace_bytes is not None:
             return self.workspace_bytes
-        if self.spec.packed:
-            return min(PACKED_WORKSPACE_BYTES, len(self.planes) * PACKED_PLANE_BYTES)
-        return min(WORKSPACE_BYTES[self.pass_name], len(self.planes) * PLANE_BYTES[self.pass_name])
+        all_planes, plane = (PACKED_WORKSPACE_BYTES if self.spec.packed else WORKSPACE_BYTES)[self.pass_name]
+        return min(all_planes, len(self.planes) * plane)
 
     # ---- Cost. Triton's kernels and products of planes with rows are modelled as bound by memory alone.
 

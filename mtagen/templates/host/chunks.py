@@ -14,20 +14,22 @@ def _chunks(blocks: int, keys: int, slots: int, least: int) -> int:
 
 
 def _balanced_chunks(lines: list[int], bundles: int, multiprocessors: int, most: int, start: int) -> int:
-    """The number of chunks into which keys of each block of rows are divided, which takes the least time.
+    """The number of chunks of each block of rows with which a launch takes the least time.
 
-    Each multiprocessor computes one chunk at a time. Chunks of the largest blocks come first.
+    A chunk is some of the keys of its block. Each multiprocessor computes one chunk at a time. Chunks of the blocks
+    with the most keys come first.
 
     Args:
-        lines: for each block, the number of parts of equal size of its keys. A chunk is some of them.
+        lines: for each block, the number of parts of equal size into which its keys are divided.
         bundles: number of blocks of each of these sizes.
         multiprocessors: number of multiprocessors.
         most: most chunks of a block.
         start: time to start a chunk, in units of a line's time.
     """
     sizes = sorted(lines, reverse=True)
-    rounds = 8  # with more chunks than so many for each multiprocessor, no multiprocessor waits long for another
-    enough = -(-rounds * multiprocessors // (len(sizes) * bundles))
+
+    def mean(chunks: int) -> float:
+        return bundles * (sum(sizes) + chunks * start * len(sizes)) / multiprocessors
 
     def time(chunks: int) -> int:
         free = [0] * multiprocessors  # when each multiprocessor has computed its chunks so far
@@ -36,4 +38,9 @@ def _balanced_chunks(lines: list[int], bundles: int, multiprocessors: int, most:
                 heapq.heapreplace(free, free[0] + -(-size // chunks) + start)
         return max(free)
 
-    return min(range(1, max(1, min(most, sizes[0], enough)) + 1), key=time)
+    best, least = 1, time(1)
+    for chunks in range(2, min(most, sizes[0]) + 1):
+        if mean(chunks) >= least:  # so is that of more chunks, and no launch takes less than the mean
+            break
+        best, least = min((best, least), (chunks, time(chunks)), key=lambda each: each[1])
+    return best

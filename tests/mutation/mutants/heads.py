@@ -168,8 +168,8 @@ MUTANTS = (
     Mutant(
         "on-chip-rows-without-limit",
         "mtagen/planner/strip/limits.py",
-        "max_rows=WINDOW_ROWS if mask.hides_later and mask.hides_earlier else most_rows,",
-        "max_rows=WINDOW_ROWS if mask.hides_later and mask.hides_earlier else None,",
+        "max_rows = [] if most_rows is None else [most_rows]",
+        "max_rows = []",
         "A strip has more blocks of rows than there are sums of matrices' gradients.",
         (f"{ON_CHIP_GRADIENTS}::test_rows_of_a_strip",),
     ),

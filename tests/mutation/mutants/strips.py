@@ -395,8 +395,8 @@ MUTANTS = (
     Mutant(
         "strip-context-of-documents-counted-twice",
         f"{TRITON}/strip_packed_host.j2",
-        "begin - place0, n_heads",
-        "0, n_heads",
+        "skip = begin - place0",
+        "skip = 0",
         "The rows that two strips of packed documents share give their gradients twice.",
         (f"{INTERPRETED_STRIP}::test_packed_documents_of_strips",),
     ),
