@@ -42,5 +42,6 @@ def _balanced_chunks(lines: list[int], bundles: int, multiprocessors: int, most:
     for chunks in range(2, min(most, sizes[0]) + 1):
         if mean(chunks) >= least:  # so is that of more chunks, and no launch takes less than the mean
             break
-        best, least = min((best, least), (chunks, time(chunks)), key=lambda each: each[1])
+        if (taken := time(chunks)) < least:
+            best, least = chunks, taken
     return best
