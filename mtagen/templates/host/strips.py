@@ -90,8 +90,9 @@ class Limits(NamedTuple):
         enough_rows: output rows per sequence from which on a strip takes another sequence.
         min_rows, max_rows: limits of the rows of a strip, context included. None is no limit.
         row_multiple: divisor of these rows, unless they are all that are left or the most.
-        left, right: keys before and after its own that a row sees. None is no limit. Packed documents have `window` instead.
-        window: the most keys that rows of a packed document see, less the number of these rows. None is no limit.
+        left, right: keys before and after its own that a row sees. None is no limit.
+        window: the same for packed documents, whose left and right are None: the most keys that rows of a document see,
+            less the number of these rows.
         key_multiple: divisor of the keys of a strip, unless they are all keys or end where those of the strip before
             do. It makes products faster.
         begin_multiple: divisor of the first key; dropout draws for groups of keys.
