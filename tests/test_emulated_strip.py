@@ -1,7 +1,7 @@
 """The CUDA kernels of the lowering "strip", one by one, on a CPU that plays the GPU, against their formulas.
 
-Planes hold small multiples of 1/8, and weights too: products and sums of them are exact, so that what convolutions and
-mixtures give is exact but for the last rounding. Before a kernel starts, planes hold NaN beyond their keys, and at keys
+Planes hold small multiples of 1/8, and weights too. Their products and sums are exact, so results of convolutions and
+mixtures are exact except for the last rounding. Before a kernel starts, planes hold NaN beyond their keys, and at keys
 that it does not read.
 """
 

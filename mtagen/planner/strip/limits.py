@@ -54,13 +54,12 @@ class Limits:
         max_rows = [] if most_rows is None else [most_rows]
         if left is not None and right is not None:
             max_rows.append(WINDOW_ROWS)
+            window = left + right + begin_multiple(spec) - 1 if spec.packed else None
         if any(stage.rank for stage in stages.token_mixes) or (spec.scores and spec.parameters):
             max_rows.append(SUMMED_ROWS)
         if spec.packed:
             context, row_multiple = context_places(spec.context), TILE
             min_rows = context + TILE
-            if left is not None and right is not None:
-                window = left + right + begin_multiple(spec) - 1
             left = right = None  # each document counts positions of its own
         else:  # whole tiles, of which at most half are context
             context, row_multiple = spec.context, CONVOLUTION_ROWS

@@ -24,21 +24,23 @@ class Span(NamedTuple):
     """The rows of a strip, and the keys that they see.
 
     Attributes:
-        first, end: the rows are first <= i < end, context included.
+        begin, end: its rows of outputs.
+        first: its first row of queries, with which the context begins.
         key0, keys: the first key that some row sees, and the number of keys from there on. For packed documents 0, and
             the most keys of a document that its rows see.
         pitch: elements from one row of a plane to the next.
     """
 
-    first: int
+    begin: int
     end: int
+    first: int
     key0: int
     keys: int
     pitch: int
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
+        """The number of rows, context included."""
         return self.end - self.first
 
 
@@ -146,8 +148,9 @@ class Limits(NamedTuple):
             first = end - min(most, max(self.min_rows, rows if rows >= most else rows // multiple * multiple))
             key0, keys = self.keys(first, end, n_q, n_k)
             key_end = min(key_end, key0 + keys)
-            spans.append(Span(first, end, key0, key_end - key0, self.pitch(key_end - key0)))
-            end = first + self.context if first else 0
+            begin = first + self.context if first else 0
+            spans.append(Span(begin, end, first, key0, key_end - key0, self.pitch(key_end - key0)))
+            end = begin
         return spans
 
     def _most_rows(self, end: int) -> int:
@@ -180,7 +183,7 @@ class Limits(NamedTuple):
         return key0, keys
 
     def keys_of_blocks(self, first: int, end: int, rows: int, n_q: int, n_k: int) -> list[int]:
-        """For each block of `rows` rows of a strip, the keys that it sees, and fewer than `key_multiple` others."""
+        """For each block of `rows` rows of a strip, the number of its keys: those it sees and few others."""
         return [max(0, self.keys(row, min(row + rows, end), n_q, n_k)[1]) for row in range(first, end, rows)]
 
 
@@ -223,7 +226,7 @@ def _sum_of_strips(call: Call, name: str, gradient: torch.Tensor, whole: bool, s
 
 
 def _strips(
-    call: Call, limits: Limits, division: Division, batch: int, n_heads: int, planes: int, dtype: torch.dtype
+    call: Call, division: Division, batch: int, n_heads: int, planes: int, dtype: torch.dtype
 ) -> Iterator[Strip]:
     """The strips of a division. All have the same memory, of `planes` planes."""
     sequences, spans = division
@@ -231,8 +234,7 @@ def _strips(
     memory = [call.workspace(f"plane {number}", (most,), dtype) for number in range(planes)]
     for b0 in range(0, batch, sequences):
         b1 = min(b0 + sequences, batch)
-        for first, end, key0, keys, pitch in spans:
-            begin = first + limits.context if first else 0
+        for begin, end, first, key0, keys, pitch in spans:
             shape = ((b1 - b0) * n_heads, end - first, pitch)
             length = shape[0] * shape[1] * shape[2]
             yield Strip(b0, b1, begin, end, first, key0, keys, [x[:length].view(shape) for x in memory])

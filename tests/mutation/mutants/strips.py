@@ -155,8 +155,8 @@ MUTANTS = (
     Mutant(
         "strip-context-too-short",
         f"{HOST}/strips.py",
-        "first + limits.context if first else 0",
-        "first + limits.context - 1 if first else 0",
+        "first + self.context if first else 0",
+        "first + self.context - 1 if first else 0",
         "The first row of a strip lacks a part of its context.",
         (f"{INTERPRETED_STRIP}::test_strips_of_some_rows",),
     ),
