@@ -29,6 +29,8 @@ SPECS = {
     "mixing": Spec(None, 64, mixed_heads=16, post_mixed_heads=16),
     "mixing, a window": Spec(None, 64, mixed_heads=16, post_mixed_heads=16, window=(100, -1), dtype="fp16"),
     "gradients of hidden scores": Spec((6, 3), 64, mixed_heads=4, mask="output"),
+    "128 columns": Spec((3, 3), 128, **STAGES),
+    "128 columns, mixing": Spec(None, 128, mixed_heads=16, post_mixed_heads=16, dtype="fp16"),
 }
 STRIPS = (
     (1, Strip(1, 1, 1)),

@@ -123,7 +123,7 @@ extern uint3 threadIdx, blockIdx, gridDim;
 namespace emulator {
 
 constexpr float NOTHING = NAN;
-constexpr int WARP = 32, MAX_THREADS = 512, MAX_WARPS = MAX_THREADS / WARP, AGENTS = MAX_THREADS + MAX_WARPS;
+constexpr int WARP = 32, MAX_THREADS = 640, MAX_WARPS = MAX_THREADS / WARP, AGENTS = MAX_THREADS + MAX_WARPS;
 constexpr size_t STACK = 256 << 10;
 constexpr u32 BASE = 1024, MAX_SHARED = 228 << 10;  // shared memory starts with what the system takes
 

@@ -7,9 +7,8 @@ products, so copies must stay in flight.
 Strips of a sequence share keys, and with a convolution also rows. A kernel adds their sums in fp32, and stores a result
 that no later strip adds to in the dtype of the tensor.
 
-Rows have 64 columns. With 128 columns, a tile of rows has as many bytes as the tile of the plane, so kernels would read
-twice as much; cuBLAS, whose blocks are larger, takes less time (``benchmarks/notes/strips.md``). Other head dims also
-stay with cuBLAS.
+Rows have 64 or 128 columns. A tile of 128 columns is as large as two of 64, so there a block has twice as many results:
+otherwise kernels would read more rows than numbers of the plane. Other head dims stay with cuBLAS.
 """
 
 from __future__ import annotations
@@ -30,11 +29,12 @@ from .hidden import ALL, HiddenKeys
 from .on_chip import BARRIER
 from .source import StripSource
 
-WARPS = 8  # multiplying warps
-BLOCK, STEP = 128, PANEL  # results of a CTA, and rows or keys that it sums at once
-# Tiles in shared memory, each with a producer warp. While one of two CTAs adds the sums of earlier strips to its
-# results, the other one copies.
-TILES, CTAS = 4, 2
+STEP = PANEL  # rows or keys that a CTA sums at once
+TILES = 4  # in shared memory, each with a producer warp
+# By the number of columns: results of a CTA, and resident CTAs per multiprocessor. While one of two CTAs adds the sums
+# of earlier strips to its results, the other one copies.
+BLOCKS: Mapping[int, tuple[int, int]] = {PANEL: (128, 2), 2 * PANEL: (256, 1)}
+_WARP_ROWS = 16  # results of a warp
 ROLES: Mapping[str, tuple[str, ...]] = {
     "forward": ("outputs",),
     "backward": ("grad_values", "grad_queries", "grad_keys"),
@@ -96,19 +96,19 @@ class ContractionKernel(StripSource):
     @property
     def fits(self) -> bool:
         is_supported = "wgmma" in get_target(self.target).matrix and not self.spec.packed
-        return is_supported and self.spec.head_dim == self.spec.value_head_dim == PANEL
+        return is_supported and self.spec.head_dim == self.spec.value_head_dim and self.width in BLOCKS
 
     @property
     def reads_hidden(self) -> HiddenKeys:
         # Tiles with keys that only rows after the tile see are read, too.
-        return ALL if self.reach else HiddenKeys(max(BLOCK, STEP))
+        return ALL if self.reach else HiddenKeys(max(self.block, STEP))
 
     # ---- The division of the work
 
     @property
     def block(self) -> int:
         """Number of results of a CTA."""
-        return BLOCK
+        return BLOCKS[self.width][0]
 
     @property
     def step(self) -> int:
@@ -118,7 +118,7 @@ class ContractionKernel(StripSource):
     @property
     def warps(self) -> int:
         """Number of multiplying warps of a CTA."""
-        return WARPS
+        return self.block // _WARP_ROWS
 
     @property
     def tiles(self) -> int:
@@ -128,17 +128,17 @@ class ContractionKernel(StripSource):
     @property
     def threads(self) -> int:
         """Number of threads of a CTA."""
-        return 32 * (WARPS + TILES)
+        return 32 * (self.warps + TILES)
 
     @property
     def ctas(self) -> int:
         """Number of resident CTAs per multiprocessor."""
-        return CTAS
+        return BLOCKS[self.width][1]
 
     @property
     def tile(self) -> int:
         """Bytes of a tile of the plane with the rows by which it is multiplied."""
-        return swizzled_bytes(BLOCK, STEP) + swizzled_bytes(STEP, self.width)
+        return swizzled_bytes(self.block, STEP) + swizzled_bytes(STEP, self.width)
 
     @property
     def wgmmas(self) -> tuple[Wgmma, ...]:
@@ -164,8 +164,8 @@ class ContractionKernel(StripSource):
             *of_sums,
             *numbers("float", "factor"),
         )
-        grid = ceiling(KEYS / BLOCK) * KV_HEADS * (B1 - B0) if self.over_rows else ceiling(COUNT / BLOCK) * SLOTS
-        registers = self.gpu.registers_of(CTAS * self.threads // 32)
+        grid = ceiling(KEYS / self.block) * KV_HEADS * (B1 - B0) if self.over_rows else ceiling(COUNT / self.block) * SLOTS
+        registers = self.gpu.registers_of(self.ctas * self.threads // 32)
         return Kernel(self.role, self.name, arguments, (grid,), self.threads, self.shared.size, registers)
 
     @property
@@ -188,4 +188,4 @@ class ContractionKernel(StripSource):
 
     @property
     def summary(self) -> str:
-        return f"CUDA, blocks of {BLOCK} results, tiles of {STEP}, {WARPS + TILES} warps"
+        return f"CUDA, blocks of {self.block} results, tiles of {STEP}, {self.warps + TILES} warps"
