@@ -3,7 +3,7 @@
 // The convolution before the softmax of multi-token attention, kernel 6 x 11 over (queries, keys).
 // In every plane [slot, r, j] of a strip, where rows 0 <= r < count and keys 0 <= j < keys exist:
 // dx[r, j] = sum over u, v of W[u, v] dy[r + 5 - u, j + 5 - v],
-// for query first + r, which sits at position first + r + off; hidden results are zeros.
+// for query first + r, which sits at position first + r + off; hidden results that other kernels read are zeros.
 //
 // mta_strip_convolution_adjoint_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-count // 64) * (-(-keys // 256)) * slots), 128, 51776>>>
 
@@ -542,7 +542,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_convolution_a
     __syncthreads();  // the slab has been read
   }
 
-  const VisibleKeys read = VisibleKeys{0, end};
+  const VisibleKeys read = VisibleKeys::read<256, 0, 0>(r0, ROWS, sequence.position(0), end);
   for_hidden_tiles<KEYS>(seen, read, walk, [&](int key) {
     clear_tile<THREADS, ROWS, KEYS>(dx + static_cast<long long>(r0) * pitch + key, pitch, count - r0,
                                     threadIdx.x);

@@ -192,6 +192,9 @@ SOURCES = {
     "post_mix": (
         "mta_strip_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
     ),
+    "outputs": (
+        "mta_strip_outputs_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
     "probabilities": (
         "mta_strip_probabilities_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
     ),
@@ -215,6 +218,12 @@ SOURCES = {
     ),
     "grad_shares": (
         "mta_strip_grad_shares_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
+    "grad_values": (
+        "mta_strip_grad_values_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
+    "grad_queries_and_keys": (
+        "mta_strip_grad_queries_and_keys_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
     ),
     "decode_scores": (
         "mta_strip_decode_scores_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
@@ -270,6 +279,12 @@ KERNELS = {
             256, 66560, "PPPiiiiiiii",
         ),
     },
+    "outputs": {
+        "outputs": (
+            "mta_strip_outputs_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
+            640, 196672, "PPPqqqqqqiiiiiiiii",
+        ),
+    },
     "probabilities": {
         "probabilities": (
             "mta_strip_probabilities_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
@@ -316,6 +331,18 @@ KERNELS = {
         "grad_shares": (
             "mta_strip_grad_shares_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
             320, 114720, "PPPqqqqqqiiiiiiiiif",
+        ),
+    },
+    "grad_values": {
+        "grad_values": (
+            "mta_strip_grad_values_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
+            640, 196672, "PPPPqqqqqqiiiiiiiiiiiii",
+        ),
+    },
+    "grad_queries_and_keys": {
+        "grad_queries_and_keys": (
+            "mta_strip_grad_queries_and_keys_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
+            640, 196672, "PPPPPPPqqqqqqqqqqqqiiiiiiiiiiiiiiif",
         ),
     },
     "decode_scores": {
@@ -1127,23 +1154,6 @@ class Strip(NamedTuple):
     planes: list[torch.Tensor]
 
 
-def _sum_of_strips(call: Call, name: str, gradient: torch.Tensor, whole: bool, stored: bool) -> torch.Tensor:
-    """Memory in which a gradient is summed over strips.
-
-    Args:
-        call: the call.
-        name: name of the workspace.
-        gradient: the result, which is the memory if there is nothing to sum.
-        whole: whether each sequence has one strip, of all rows and keys.
-        stored: whether the first strip of each sequence stores all of its numbers.
-    """
-    if whole:
-        return gradient
-    if stored:
-        return call.workspace(name, gradient.shape, torch.float32)
-    return call.zeros(gradient.shape, torch.float32)
-
-
 def _strips(
     call: Call, division: Division, batch: int, n_heads: int, planes: int, dtype: torch.dtype
 ) -> Iterator[Strip]:
@@ -1173,67 +1183,6 @@ LIMITS = Limits(
     pitch_multiple=256,
     itemsize=2,
 )
-
-
-def _by_keys(x: torch.Tensor, kv_heads: int, keys: int) -> torch.Tensor:
-    """A plane grouped by the heads of keys: (sequences * Hkv, rows of their heads, keys)."""
-    slots, rows, pitch = x.shape
-    return x.view(-1, slots * rows // kv_heads, pitch)[:, :, :keys]
-
-
-def _rows_by_keys(call: Call, name: str, x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Rows (sequences, H, rows, dim) grouped by the heads of keys: (sequences * Hkv, rows of their heads, dim)."""
-    batch, heads, rows, dim = x.shape
-    return call.reshaped(name, x, (batch * kv_heads, heads // kv_heads * rows, dim))
-
-
-def _by_heads(call: Call, name: str, x: torch.Tensor) -> torch.Tensor:
-    """Keys or values (sequences, Hkv, keys, dim), one head after the other."""
-    batch, heads, keys, dim = x.shape
-    return call.reshaped(name, x, (batch * heads, keys, dim))
-
-
-def _add_product(
-    call: Call, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float = 1.0, adds: bool = True
-) -> None:
-    """Add factor a b to a tensor (sequences, heads, rows, dim), or store it there.
-
-    Args:
-        call: the call.
-        total: the tensor; fp32 if it is added to.
-        a, b: matrices, one after the other, whose products have the elements of `total` in its order.
-        factor: of the products.
-        adds: whether to add.
-    """
-    shape = (*a.shape[:2], b.shape[2])
-    view = _viewed(total, shape)
-    if view is not None:
-        call.run(_multiply, view, a, b, factor, adds)
-        return
-    product = call.workspace("product", shape, a.dtype)
-    call.run(_multiply, product, a, b, 1.0, False)
-    call.run(_add, total, product.view(total.shape), factor, adds)
-
-
-def _multiply(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float, adds: bool) -> None:
-    """factor a b in `total`, or added to it."""
-    if not adds and total.dtype == a.dtype:
-        if factor == 1.0:
-            torch.bmm(a, b, out=total)
-        else:
-            torch.baddbmm(total, a, b, beta=0, alpha=factor, out=total)
-    elif total.is_cuda and a.dtype != torch.float32:
-        torch.baddbmm(total, a, b, beta=int(adds), alpha=factor, out_dtype=torch.float32, out=total)
-    else:
-        _add(total, torch.bmm(a, b), factor, adds)
-
-
-def _add(total: torch.Tensor, x: torch.Tensor, factor: float, adds: bool) -> None:
-    """factor x in `total`, or added to it."""
-    if adds:
-        total.add_(x, alpha=factor)
-    else:
-        torch.mul(x.to(total.dtype), factor, out=total)  # else results are rounded to x's dtype
 
 
 @_without_gradients
@@ -1272,7 +1221,7 @@ def _forward(
     division = LIMITS.divided(batch, n_heads, n_q, n_k, 3, 1073741824)
     kernels = {}
     for name in (
-        "scores", "convolution", "softmax", "post_convolution", "post_mix",
+        "scores", "convolution", "softmax", "post_convolution", "post_mix", "outputs",
     ):
         kernels |= LOADED[name].get(call.device.index) or load(name, call.device)
     strips = _strips(call, division, batch, n_heads, 3, torch.float16)
@@ -1321,15 +1270,13 @@ def _forward(
             unmixed, shares, post_head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0,
         )
-        made, values = out[b0:b1, :, begin:end], _by_heads(call, "values", v_seen[b0:b1])
-        if group == 1:
-            call.run(_multiply, made.flatten(0, 1), shares[:, skip:, :keys], values, 1.0, False)
-        elif skip == 0:
-            _add_product(call, made, _by_keys(shares, (b1 - b0) * kv_heads, keys), values, adds=False)
-        else:
-            product = call.workspace("rows", (b1 - b0, n_heads, count, made.shape[3]), q.dtype)
-            _add_product(call, product, _by_keys(shares, (b1 - b0) * kv_heads, keys), values, adds=False)
-            call.run(torch.Tensor.copy_, made, product[:, :, skip:])
+        call.launch(
+            kernels["outputs"],
+            ((b1 - b0) * kv_heads, -(-count // 256) * group),
+            shares, v_seen, out,
+            *v_seen.stride()[:3], *out.stride()[:3],
+            count, keys, off, first, skip, pitch, n_heads, group, b0,
+        )
     return out, lse
 
 
@@ -1370,9 +1317,15 @@ def _backward(
     _, kv_heads, n_k, _ = k.shape
     group = n_heads // kv_heads
     division = LIMITS.divided(batch, n_heads, n_q, n_k, 5, 2684354560)
-    is_whole, sees_all = division.is_whole(n_k), division.first_sees_all(n_k)
-    sum_k, sum_v = (_sum_of_strips(call, name, x, is_whole, sees_all) for name, x in (("dk", dk), ("dv", dv)))
-    sum_q = dq if is_whole else call.zeros(dq.shape, torch.float32)
+    overlaps = division.overlaps(n_q, n_k)
+    first_row = min(overlaps, default=n_q)
+    first_key = LIMITS.first_key(first_row, n_q, n_k)
+    for x, begin in ((dq, first_row), (dk, first_key), (dv, first_key)):
+        if begin > 0:
+            call.run(torch.Tensor.zero_, x[:, :, :begin])
+    sum_k = call.workspace("dk", dk.shape, torch.float32) if len(overlaps) > 1 else None
+    sum_v = call.workspace("dv", dv.shape, torch.float32) if len(overlaps) > 1 else None
+    sum_q = call.workspace("dq", dq.shape, torch.float32) if len(overlaps) > 1 else None
     all_chunks = triton.cdiv(n_k, 64)
     parts = batch
     mix_partial = call.zeros((batch, -(-n_heads // 16), 512, 256), torch.float32)
@@ -1383,6 +1336,7 @@ def _backward(
     for name in (
         "scores", "convolution", "probabilities", "post_mix_backward", "post_convolution", "post_convolution_adjoint",
         "post_convolution_gradient", "softmax_backward", "convolution_adjoint", "convolution_gradient", "grad_shares",
+        "grad_values", "grad_queries_and_keys",
     ):
         kernels |= LOADED[name].get(call.device.index) or load(name, call.device)
     strips = _strips(call, division, batch, n_heads, 5, torch.float16)
@@ -1395,6 +1349,7 @@ def _backward(
         slots, count, pitch = scores.shape
         skip = begin - first
         valid = max(0, skip - 5)
+        summed_q, summed_k, complete_q, complete_k = overlaps[first]
         grad_shares = grad_shares.view(q.dtype)
         call.launch(
             kernels["scores"],
@@ -1436,12 +1391,12 @@ def _backward(
             unmixed, grad_shares, shares, post_head_weight, post_mix_partial,
             count, keys, off, first, skip, pitch, n_heads, b0,
         )
-        _add_product(
-            call,
-            sum_v[b0:b1, :, seen],
-            _by_keys(shares, (b1 - b0) * kv_heads, keys).mT,
-            _rows_by_keys(call, "rows", grad_out[b0:b1, :, first:end], kv_heads),
-            adds=not (sees_all and end == n_q),
+        call.launch(
+            kernels["grad_values"],
+            ((b1 - b0) * kv_heads, -(-keys // 256)),
+            shares, grad_out, dv, sum_v,
+            *grad_out.stride()[:3], *dv.stride()[:3],
+            count, keys, off, first, skip, pitch, n_heads, group, b0, key0, n_k, summed_k, complete_k,
         )
         call.launch(
             kernels["post_convolution_gradient"],
@@ -1476,14 +1431,17 @@ def _backward(
             dx, weight, ds,
             count, keys, off, first, skip, pitch, n_heads,
         )
-        grads = _by_keys(ds, (b1 - b0) * kv_heads, keys)
-        key_rows = _by_heads(call, "values", k_seen[b0:b1])
-        rows = _rows_by_keys(call, "rows", q[b0:b1, :, first:end], kv_heads)
-        _add_product(call, sum_q[b0:b1, :, first:end], grads, key_rows, scale, adds=not is_whole)
-        _add_product(call, sum_k[b0:b1, :, seen], grads.mT, rows, scale, adds=not (sees_all and end == n_q))
-    for total, x in ((sum_q, dq), (sum_k, dk), (sum_v, dv)):
-        if total is not x:
-            call.run(torch.Tensor.copy_, x, total)
+        # Two products read ds. If L2 keeps the plane of a head of keys, its CTAs run side by side.
+        heads, is_kept = kv_heads * (b1 - b0), group * count * pitch <= 12582912
+        together = 1 if is_kept and heads <= 65535 else heads
+        call.launch(
+            kernels["grad_queries_and_keys"],
+            (together, -(-count // 256) * group + -(-keys // 256), (b1 - b0) * kv_heads // together),
+            ds, k_seen, q, dq, dk, sum_q, sum_k,
+            *k_seen.stride()[:3], *dq.stride()[:3], *q.stride()[:3], *dk.stride()[:3],
+            count, keys, off, first, pitch, n_heads, group, b0, key0, n_q, summed_q, complete_q, n_k, summed_k,
+            complete_k, scale,
+        )
     d_head_weight = call.result((n_heads // 16, 16, 16), torch.float32)
     d_post_head_weight = call.result((n_heads // 16, 16, 16), torch.float32)
     d_weight = call.result((n_heads, 6, 11), torch.float32)

@@ -590,7 +590,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_post_mix_back
       write_block(to, key, slot, place.heads, lane);
       write_block(gradient, key, slot + BLOCK_BYTES, place.heads, lane);
     });
-    clear_hidden_blocks<WARPS>(to, seen, VisibleKeys{0, keys},
+    clear_hidden_blocks<WARPS>(to, seen, VisibleKeys::read<256, 0, 0>(r, 1, sequence.position(0), keys),
                                place.heads, warp, lane);
     clear_hidden_blocks<WARPS>(gradient, seen, VisibleKeys::read<128, 6, 8>(r, 1, sequence.position(0), keys),
                                place.heads, warp, lane);

@@ -501,7 +501,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_post_mix_cq6_
       }
       write_block(to, key, slot, place.heads, lane);
     });
-    clear_hidden_blocks<WARPS>(to, seen, VisibleKeys{0, keys},
+    clear_hidden_blocks<WARPS>(to, seen, VisibleKeys::read<256, 0, 0>(r, 1, sequence.position(0), keys),
                                place.heads, warp, lane);
   };
   mix_row(count - 1 - place.number);

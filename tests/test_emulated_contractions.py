@@ -7,20 +7,22 @@ keys, where kernels read no key, and in rows that have no part. Tensors hold NaN
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from emulator import needs_compiler
-from test_emulated_strip import Strip, eighths, planes, read_keys, run, source_of
+from test_emulated_strip import Strip, eighths, planes, read_keys, run
 from torch import Tensor
 
 from mtagen.dtypes import TORCH_DTYPES
-from mtagen.planner.strip.contractions import ROLES, ContractionKernel
+from mtagen.planner.strip.contractions import ROLES, Contraction, ContractionKernel, contractions
 from mtagen.spec import Spec
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("one_thread")]
 
-ALL = [role for roles in ROLES.values() for role in roles]
+PRODUCTS = [role for roles in ROLES.values() for role in roles]
+SCALE, KEY0 = 0.5, 5  # the factor of scores, and the first key of a strip
 STAGES = {"mixed_heads": 2, "post_kernel": (2, 5), "post_mixed_heads": 4}
 SPECS = {
     "all stages": Spec((3, 3), 64, **STAGES),
@@ -41,48 +43,58 @@ STRIPS = (
 )
 
 
-class Contraction:
-    """A product of the planes of a strip with rows, in float64.
+KERNELS = {
+    (name, kernel.role): kernel
+    for name, spec in SPECS.items()
+    for pass_name in ROLES
+    for kernel in contractions(pass_name, spec, "sm_90a")
+}
+every_kernel = pytest.mark.parametrize("kernel", KERNELS.values(), ids=map(", ".join, KERNELS))
+
+
+class Product:
+    """A product of a plane of a strip with rows, in float64.
 
     Attributes:
-        source: the kernel.
+        of: the product that the kernel makes.
         x: (slots, rows, keys).
         y: (sequences of the call, heads, rows or keys, columns), on the whole.
         total: (sequences, heads, rows or keys, columns): the products of the strip.
     """
 
-    def __init__(self, spec: Spec, role: str, group: int, strip: Strip) -> None:
-        source = source_of(spec, role)
-        assert isinstance(source, ContractionKernel)
-        self.source, self.group, self.strip, self.key0 = source, group, strip, 5 if source.over_rows else 0
+    def __init__(self, of: Contraction, group: int, strip: Strip) -> None:
+        self.of, self.strip = of, strip
+        spec, width, seed = of.spec, of.spec.head_dim, [*PRODUCTS].index(of.role)
         seen = strip.seen(spec)
-        for _ in range(source.reach):  # rows after a row may see more
+        for _ in range(of.reach):  # rows after a row may see more
             seen = seen | torch.nn.functional.pad(seen, (0, 0, 0, 1))[:, 1:]
-        self.x = eighths(strip.slots, strip.count, strip.keys, seed=1) * seen
+        self.x = eighths(strip.slots, strip.count, strip.keys, seed=["shares", "ds"].index(of.plane)) * seen
         kv_heads, sequences = strip.heads // group, strip.sequences
         of_queries = strip.heads, strip.count
         of_keys = kv_heads, strip.keys
-        rows = eighths(sequences, *(of_queries if source.over_rows else of_keys), source.width, seed=2)
+        rows = eighths(sequences, *(of_queries if of.over_rows else of_keys), width, seed=2 + seed)
         x = self.x.view(sequences, kv_heads, group, strip.count, strip.keys)
         y = rows.view(sequences, kv_heads, -1, *rows.shape[-2:])
-        if source.over_rows:
-            top = strip.skip if source.skips else 0
+        if of.over_rows:
+            top = strip.skip if of.skips else 0
             self.total = torch.einsum("bhgrj,bhgrd->bhjd", x[..., top:, :], y[..., top:, :])
         else:
             self.total = torch.einsum("bhgrj,bhojd->bhgrd", x, y).flatten(1, 2)
-        self.x = self.x.where(read_keys(source.reads_hidden, spec, strip), torch.nan)
-        if source.skips:
+        if of.scaled:
+            self.total *= SCALE
+        self.x = self.x.where(read_keys(of.reads_hidden, spec, strip), torch.nan)
+        if of.skips:
             self.x[:, : strip.skip] = torch.nan
-        first, places = (strip.first, strip.count) if source.over_rows else (0, strip.keys)
+        first, places = (strip.first, strip.count) if of.over_rows else (0, strip.keys)
         dtype = TORCH_DTYPES[spec.dtype]
-        shape = strip.b0 + sequences + 1, first + places + 9, rows.shape[1], source.width + 8
-        self.y = torch.full(shape, torch.nan, dtype=dtype).transpose(1, 2)[..., : source.width]
+        shape = strip.b0 + sequences + 1, first + places + 9, rows.shape[1], width + 8
+        self.y = torch.full(shape, torch.nan, dtype=dtype).transpose(1, 2)[..., :width]
         self.y[strip.b0 : -1, :, first : first + places] = rows.to(dtype)
 
     @property
     def first(self) -> int:
         """The first row of the results that the strip has."""
-        return self.key0 if self.source.over_rows else self.strip.first
+        return KEY0 if self.of.over_rows else self.strip.first
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Results (sequences of the call, heads, rows, columns) of NaN."""
@@ -94,77 +106,113 @@ class Contraction:
         b0, rows = self.strip.b0, self.total.shape[2]
         return x[b0 : b0 + self.strip.sequences, :, self.first : self.first + rows]
 
-    def run(
-        self, folder: Path, seed: int = 0, summed: int = 2**30, complete: int = 0, *, checked: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Results and sums of the kernel, and sums before."""
-        spec, strip = self.source.spec, self.strip
-        out, sums = self.empty(TORCH_DTYPES[spec.dtype]), self.empty(torch.float32)
-        sums[:, :, summed:] = eighths(*sums[:, :, summed:].shape, seed=3).float()
-        before = sums.clone()
-        numbers = {"group": self.group, "key0": self.key0, "factor": 0.5, "places": out.shape[2]}
-        numbers |= {f"y_stride_{axis}": self.y.stride(i) for i, axis in enumerate("bhn")}
-        numbers |= {f"out_stride_{axis}": out.stride(i) for i, axis in enumerate("bhn")}
-        plane = planes(self.x, TORCH_DTYPES[spec.dtype], spec, strip)
-        given = {"plane": plane, "y": self.y, "out": out, "sums": sums, "summed": summed, "complete": complete}
-        run(self.source, strip, folder, seed, checked=checked, **given, **numbers)
-        return out, sums, before
+    def is_written(self, x: Tensor) -> Tensor:
+        """Whether the kernel may write a place: one of the strip's."""
+        own = torch.zeros(x.shape, dtype=torch.bool)
+        self.own(own)[:, :, self.strip.skip if self.of.role == "outputs" and self.of.skips else 0 :] = True
+        return own
 
 
-every_role = pytest.mark.parametrize("role", ALL)
+class Result(NamedTuple):
+    """What a kernel makes of a product.
+
+    Attributes:
+        product: the product.
+        out: the results.
+        sums, before: the sums after and before the launch.
+    """
+
+    product: Product
+    out: Tensor
+    sums: Tensor
+    before: Tensor
 
 
-def is_written(x: Tensor, made: Contraction) -> Tensor:
-    """Whether the kernel may write a place: one of the strip's."""
-    own = torch.zeros(x.shape, dtype=torch.bool)
-    made.own(own)[:, :, made.strip.skip if made.source.role == "outputs" and made.source.skips else 0 :] = True
-    return own
+def launch(
+    kernel: ContractionKernel,
+    group: int,
+    strip: Strip,
+    folder: Path,
+    seed: int = 0,
+    summed: int = 2**30,
+    complete: int = 0,
+    *,
+    checked: bool = False,
+) -> list[Result]:
+    """What a kernel makes of each product, if places from `summed` on have sums and those before `complete` get some.
+
+    Both are counted from the strip's first result.
+    """
+    results: list[Result] = []
+    heads = strip.slots // group
+    together = (heads, max(1, heads // 2), 1)[seed % 3]  # heads of a section
+    given: dict[str, Any] = {"group": group, "key0": KEY0, "scale": SCALE, "together": together}
+    dtype = TORCH_DTYPES[kernel.spec.dtype]
+    for product in [Product(of, group, strip) for of in kernel.products]:
+        of, begin = product.of, product.first
+        out, sums = product.empty(dtype), product.empty(torch.float32)
+        earlier = sums[:, :, begin + summed :]
+        earlier[:] = eighths(*earlier.shape, seed=9)
+        results.append(Result(product, out, sums, sums.clone()))
+        given |= {of.plane: planes(product.x, dtype, of.spec, strip), of.y: product.y, of.out: out, of.sums: sums}
+        given |= dict(zip(of.places, (out.shape[2], begin + summed, begin + complete), strict=True))
+        for name in (of.y, of.out):
+            given |= {f"{name}_stride_{axis}": given[name].stride(i) for i, axis in enumerate("bhn")}
+    run(kernel, strip, folder, seed, checked=checked, **{name: x for name, x in given.items() if name})
+    return results
 
 
-@every_role
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_products(spec: Spec, role: str, folder: Path) -> None:
+@every_kernel
+def test_products(kernel: ContractionKernel, folder: Path) -> None:
     """Rows of other strips and sequences are left alone."""
     for seed, (group, strip) in enumerate(STRIPS):
-        made = Contraction(spec, role, group, strip)
-        out, _, _ = made.run(folder, seed)
-        expected = made.empty(out.dtype)
-        made.own(expected)[:] = (made.total / 2).to(out.dtype)
-        written = is_written(out, made)
-        assert torch.equal(out[written], expected[written])
-        assert out[~written].isnan().all()
+        for product, out, _, _ in launch(kernel, group, strip, folder, seed):
+            expected = product.empty(out.dtype)
+            product.own(expected)[:] = product.total.to(out.dtype)
+            written = product.is_written(out)
+            assert torch.equal(out[written], expected[written])
+            assert out[~written].isnan().all()
 
 
 @pytest.mark.parametrize(
-    ("role", "name"),
+    "kernel",
     [
-        ("grad_values", "mixing"),
-        ("grad_keys", "all stages"),
-        ("grad_queries", "all stages, full"),
-        ("grad_values", "all stages, a window on both sides"),
+        KERNELS["mixing", "grad_inputs"],
+        KERNELS["all stages", "grad_queries_and_keys"],
+        KERNELS["all stages, full", "grad_queries_and_keys"],
+        KERNELS["all stages, a window on both sides", "grad_values"],
+        KERNELS["128 columns", "grad_queries_and_keys"],
+        KERNELS["gradients of hidden scores", "grad_inputs"],
     ],
+    ids=lambda kernel: kernel.name,
 )
-def test_sums_of_strips(role: str, name: str, folder: Path) -> None:
+def test_sums_of_strips(kernel: ContractionKernel, folder: Path) -> None:
     """A result is added to what strips before left, and stored as a sum if a later strip adds to it."""
     group, strip = STRIPS[1]
-    made = Contraction(SPECS[name], role, group, strip)
-    for summed, complete in ((made.first + 60, made.first + 90), (made.first + 90, made.first + 60), (0, 2**30)):
-        out, sums, before = made.run(folder, 0, summed, complete)
-        expected = made.empty(torch.float32)
-        made.own(expected)[:] = made.total / 2
-        expected[:, :, summed:] += before[:, :, summed:]
-        written = is_written(out, made)
-        is_sum = written & (torch.arange(out.shape[2]) < complete)[:, None]
-        assert torch.equal(sums[is_sum], expected[is_sum])
-        assert torch.equal(out[written & ~is_sum], expected[written & ~is_sum].to(out.dtype))
-        assert out[~written | is_sum].isnan().all()
-        assert torch.equal(sums[~is_sum].nan_to_num(), before[~is_sum].nan_to_num())
+    for summed, complete in ((60, 90), (90, 60), (0, 2**30)):
+        for product, out, sums, before in launch(kernel, group, strip, folder, 0, summed, complete):
+            if not product.of.sums:
+                continue
+            expected, begin = product.empty(torch.float32), product.first
+            product.own(expected)[:] = product.total
+            expected[:, :, begin + summed :] += before[:, :, begin + summed :]
+            written = product.is_written(out)
+            is_sum = written & (torch.arange(out.shape[2]) < begin + complete)[:, None]
+            assert torch.equal(sums[is_sum], expected[is_sum])
+            assert torch.equal(out[written & ~is_sum], expected[written & ~is_sum].to(out.dtype))
+            assert out[~written | is_sum].isnan().all()
+            assert torch.equal(sums[~is_sum].nan_to_num(), before[~is_sum].nan_to_num())
 
 
-@every_role
-def test_no_races(role: str, folder: Path) -> None:
+@pytest.mark.parametrize(
+    "kernel",
+    [kernel for (name, _), kernel in KERNELS.items() if name in ("all stages", "mixing")],
+    ids=lambda kernel: kernel.name,
+)
+def test_no_races(kernel: ContractionKernel, folder: Path) -> None:
     """And the order of warps changes nothing."""
     group, strip = STRIPS[1]
-    made = Contraction(SPECS["all stages"], role, group, strip)
-    first, *others = (made.run(folder, seed, checked=True)[0] for seed in range(3))
-    assert all(torch.equal(first.nan_to_num(), other.nan_to_num()) for other in others)
+    first, *others = (launch(kernel, group, strip, folder, seed, checked=True) for seed in range(3))
+    for other in others:
+        for one, again in zip(first, other, strict=True):
+            assert torch.equal(one.out.nan_to_num(), again.out.nan_to_num())

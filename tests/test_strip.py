@@ -673,7 +673,8 @@ def test_cuda_makes_all_kernels_but_a_few(spec: Spec) -> None:
             assert roles == [*of_cuda, "side_by_side", *around[name]]
             continue
         # Beside Triton's kernels cuBLAS multiplies planes, and hidden gradients of shares need not be zeros.
-        others = {"grad_shares", *contractions.ROLES[name]} & {*roles}
+        products = contractions.contractions(name, spec, "sm_90a")
+        others = {"grad_shares", *(kernel.role for kernel in products)} & {*roles}
         assert {*roles} == {kernel.role for kernel in StripPass(spec, "sm_90a", name).kernels} | others
         of_rows = ("softmax", "mix", "probabilities", "statistics")
         mixtures = {role for role in roles if spec == TOO_MANY and any(kind in role for kind in of_rows)}

@@ -7,6 +7,7 @@ import sympy
 BATCH, HEADS, KV_HEADS = sympy.symbols("batch heads kv_heads", integer=True, positive=True)
 N_HEADS = sympy.Symbol("n_heads", integer=True, positive=True)  # of all heads, where a launch takes only some
 GROUP = sympy.Symbol("group", integer=True, positive=True)  # heads of queries for each head of keys
+TOGETHER = sympy.Symbol("together", integer=True, positive=True)  # heads of a section of a grid
 TOTAL_Q, TOTAL_K = sympy.symbols("total_q total_k", integer=True, nonnegative=True)  # rows of all packed documents
 DOCUMENTS = sympy.Symbol("documents", integer=True, nonnegative=True)
 

@@ -4,6 +4,9 @@ Results are outputs and the gradients of queries, keys and values. A CTA owns a 
 of the plane, or over its rows and the heads that share keys, and leaves out tiles that are hidden. Memory bounds these
 products, so copies must stay in flight.
 
+One launch makes all results whose planes exist at the same time, so that the last CTAs of a product do not leave
+multiprocessors idle.
+
 Strips of a sequence share keys, and with a convolution also rows. A kernel adds their sums in fp32, and stores a result
 that no later strip adds to in the dtype of the tensor.
 
@@ -17,17 +20,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from sympy import ceiling
+from sympy import ceiling, floor
 
 from ...spec import Spec
 from ..cuda.memory import PANEL, SharedMap, swizzled_bytes
 from ..cuda.wgmma import Wgmma
+from ..geometry.affine import Size
 from ..kernel import Kernel, numbers, reads, strides, writes
-from ..sizes import B0, B1, COUNT, KEYS, KV_HEADS, SLOTS
-from ..targets import get_target
+from ..sizes import B0, B1, COUNT, GROUP, KEYS, KV_HEADS, TOGETHER
+from ..targets import GRID_YZ, get_target
+from .cost import streamed
 from .hidden import ALL, HiddenKeys
 from .on_chip import BARRIER
 from .source import StripSource
+from .stages import Stages
 
 STEP = PANEL  # rows or keys that a CTA sums at once
 TILES = 4  # in shared memory, each with a producer warp
@@ -35,38 +41,63 @@ TILES = 4  # in shared memory, each with a producer warp
 # of earlier strips to its results, the other one copies.
 BLOCKS: Mapping[int, tuple[int, int]] = {PANEL: (128, 2), 2 * PANEL: (256, 1)}
 _WARP_ROWS = 16  # results of a warp
+# Elements of a plane, of all heads of a group, up to which L2 keeps it between two products.
+KEPT = 3 * 2**22
+# Products of each pass. A row of a strip sees more keys than a key has rows there, so the CTAs of queries begin first.
 ROLES: Mapping[str, tuple[str, ...]] = {
     "forward": ("outputs",),
-    "backward": ("grad_values", "grad_queries", "grad_keys"),
+    "backward": ("grad_queries", "grad_keys", "grad_values"),
     "decode": (),
+}
+# Of each product: the plane, the rows by which it is multiplied, and the result.
+_TENSORS: Mapping[str, tuple[str, str, str]] = {
+    "outputs": ("shares", "v", "out"),
+    "grad_queries": ("ds", "k", "dq"),
+    "grad_keys": ("ds", "q", "dk"),
+    "grad_values": ("shares", "grad_out", "dv"),
+}
+_KERNELS: Mapping[tuple[str, ...], str] = {  # roles of kernels of several products
+    ("grad_queries", "grad_keys"): "grad_queries_and_keys",
+    ("grad_queries", "grad_keys", "grad_values"): "grad_inputs",
 }
 
 
 def contractions(pass_name: str, spec: Spec, target: str) -> tuple[ContractionKernel, ...]:
-    """Return the kernels of a pass that fit. For other products of a batch, the host calls cuBLAS."""
-    kernels = (ContractionKernel(spec, target, role) for role in ROLES[pass_name])
-    return tuple(kernel for kernel in kernels if kernel.fits)
+    """Return the kernels of a pass, if they fit. For other products of a batch, the host calls cuBLAS."""
+    roles = ROLES[pass_name]
+    kernels = [roles] if roles else []
+    if pass_name == "backward" and Stages(spec).post_convolution:
+        kernels = [roles[-1:], roles[:-1]]  # the plane of shares takes other gradients after the first product
+    made = (ContractionKernel(spec, target, roles) for roles in kernels)
+    return tuple(kernel for kernel in made if kernel.fits)
 
 
 @dataclass(frozen=True)
-class ContractionKernel(StripSource):
-    """The kernel of a product of a plane with rows of a tensor.
+class Contraction:
+    """A product of a plane with rows of a tensor.
 
     Attributes:
         spec: the request.
-        target: name of the target.
-        result: one of ``ROLES``.
+        role: one of ``ROLES``.
     """
 
     spec: Spec
-    target: str
-    result: str
-
-    template = "plane_contraction.cu.j2"
+    role: str
 
     @property
-    def role(self) -> str:
-        return self.result
+    def plane(self) -> str:
+        """Name of the plane."""
+        return _TENSORS[self.role][0]
+
+    @property
+    def y(self) -> str:
+        """Name of the tensor."""
+        return _TENSORS[self.role][1]
+
+    @property
+    def out(self) -> str:
+        """Name of the result."""
+        return _TENSORS[self.role][2]
 
     @property
     def over_rows(self) -> bool:
@@ -74,24 +105,89 @@ class ContractionKernel(StripSource):
         return self.role in ("grad_values", "grad_keys")
 
     @property
-    def width(self) -> int:
-        """Number of elements of a row of the tensor."""
-        return self.spec.head_dim
+    def scaled(self) -> bool:
+        """Whether the factor of scores multiplies the results."""
+        return self.plane == "ds"
 
     @property
     def skips(self) -> bool:
         """Whether rows before ``skip`` have no part in the product."""
-        return self.role in ("outputs", "grad_values") and self.spec.context > 0
+        return self.plane == "shares" and self.spec.context > 0
 
     @property
     def reach(self) -> int:
         """Number of next rows: the plane has a row's gradients for keys that the row or one of these rows sees."""
-        return self.stages.reach if self.role in ("grad_queries", "grad_keys") else 0
+        return Stages(self.spec).reach if self.plane == "ds" else 0
 
     @property
-    def sums(self) -> bool:
-        """Whether several strips may add to a result."""
-        return self.over_rows or (self.role == "grad_queries" and self.spec.context > 0)
+    def sums(self) -> str:
+        """Name of the sums, if several strips may add to a result; else empty."""
+        several = self.over_rows or (self.role == "grad_queries" and self.spec.context > 0)
+        return f"sum_{self.out[-1]}" if several else ""
+
+    @property
+    def places(self) -> tuple[str, str, str]:
+        """Names of numbers about sums: all places, the first that strips before have summed, and the first that no
+        later strip adds to.
+        """
+        axis = "k" if self.over_rows else "q"
+        return f"n_{axis}", f"summed_{axis}", f"complete_{axis}"
+
+    @property
+    def ctas(self) -> Size:
+        """The number of CTAs of a head of keys."""
+        block, _ = BLOCKS[self.spec.head_dim]
+        return ceiling(KEYS / block) if self.over_rows else ceiling(COUNT / block) * GROUP
+
+    @property
+    def reads_hidden(self) -> HiddenKeys:
+        """The hidden keys of the plane that the product reads."""
+        # Tiles with keys that only rows after the tile see are read, too.
+        return ALL if self.reach else HiddenKeys(max(BLOCKS[self.spec.head_dim][0], STEP))
+
+    @property
+    def legend(self) -> Iterator[str]:
+        """Lines that explain the product."""
+        factor = "scale * " if self.scaled else ""
+        if self.over_rows:
+            rows = "rows from `skip` on" if self.skips else "rows"
+            yield f"{self.out}[b, h, key0 + j] = {factor}the sum, over {rows} and the heads of group h, of"
+            yield f"{self.plane}[slot, r, j] {self.y}[b, head, first + r]."
+        else:
+            rows = ", for rows from `skip` on" if self.skips else ""
+            yield f"{self.out}[b, h, first + r] = {factor}the sum over keys of"
+            yield f"{self.plane}[slot, r, j] {self.y}[b, h / group, j]{rows}."
+
+
+@dataclass(frozen=True)
+class ContractionKernel(StripSource):
+    """The kernel of some products of planes with rows of tensors.
+
+    Attributes:
+        spec: the request.
+        target: name of the target.
+        roles: those of its products.
+    """
+
+    spec: Spec
+    target: str
+    roles: tuple[str, ...]
+
+    template = "plane_contraction.cu.j2"
+
+    @property
+    def role(self) -> str:
+        return _KERNELS.get(self.roles, self.roles[0])
+
+    @cached_property
+    def products(self) -> tuple[Contraction, ...]:
+        """The products, in the order of their CTAs."""
+        return tuple(Contraction(self.spec, role) for role in self.roles)
+
+    @property
+    def width(self) -> int:
+        """Number of elements of a row of the tensors."""
+        return self.spec.head_dim
 
     @property
     def fits(self) -> bool:
@@ -99,11 +195,31 @@ class ContractionKernel(StripSource):
         return is_supported and self.spec.head_dim == self.spec.value_head_dim and self.width in BLOCKS
 
     @property
-    def reads_hidden(self) -> HiddenKeys:
-        # Tiles with keys that only rows after the tile see are read, too.
-        return ALL if self.reach else HiddenKeys(max(self.block, STEP))
+    def cost(self) -> float:
+        return sum(streamed(role, self.spec.itemsize, self.gpu) for role in self.roles)
 
     # ---- The division of the work
+
+    @property
+    def grid(self) -> tuple[Size, ...]:
+        """Heads of keys side by side, their CTAs, and sections of such heads."""
+        heads, ctas = KV_HEADS * (B1 - B0), sum(product.ctas for product in self.products)
+        return (TOGETHER, ctas, floor(heads / TOGETHER)) if self.sectioned else (heads, ctas)
+
+    @property
+    def kept(self) -> int:
+        """Elements of a plane, of the heads of a head of keys, up to which these heads are a section."""
+        return KEPT
+
+    @property
+    def most_sections(self) -> int:
+        """Upper limit of the sections of a grid."""
+        return GRID_YZ
+
+    @property
+    def sectioned(self) -> bool:
+        """Whether several products read the same plane, and the host chooses how many heads run side by side."""
+        return len(self.products) > 1
 
     @property
     def block(self) -> int:
@@ -143,7 +259,11 @@ class ContractionKernel(StripSource):
     @property
     def wgmmas(self) -> tuple[Wgmma, ...]:
         """The products of warpgroups."""
-        return (Wgmma("wgmma_product", self.width, self.spec.dtype, a_transposed=self.over_rows, b_transposed=True),)
+        return tuple(
+            Wgmma(name, self.width, self.spec.dtype, a_transposed=over_rows, b_transposed=True)
+            for name, over_rows in (("wgmma_over_keys", False), ("wgmma_over_rows", True))
+            if any(product.over_rows == over_rows for product in self.products)
+        )
 
     @cached_property
     def shared(self) -> SharedMap:
@@ -152,39 +272,34 @@ class ContractionKernel(StripSource):
 
     @property
     def kernel(self) -> Kernel:
-        of_sums = numbers("int", "places", "summed", "complete") if self.sums else ()
-        origin = numbers("int", "key0") if self.over_rows else ()
+        products = self.products
+        results = [name for x in products for name in (x.y, x.out)]
+        of_sums = [name for x in products if x.sums for name in x.places]
         arguments = (
-            *reads("Element", "plane", "y"),
-            *writes("Element", "out"),
-            *(writes("float", "sums", optional=True) if self.sums else ()),
-            *strides("y", "out"),
-            *self.sequence.arguments("n_heads", "group", "b0", skips=self.skips),
-            *origin,
-            *of_sums,
-            *numbers("float", "factor"),
+            *reads("Element", *dict.fromkeys([x.plane for x in products] + [x.y for x in products])),
+            *writes("Element", *[x.out for x in products]),
+            *writes("float", *[x.sums for x in products if x.sums], optional=True),
+            *strides(*results),
+            *self.sequence.arguments("n_heads", "group", "b0", skips=any(x.skips for x in products)),
+            *numbers("int", *(["key0"] if any(x.over_rows for x in products) else []), *dict.fromkeys(of_sums)),
+            *numbers("float", *(["scale"] if any(x.scaled for x in products) else [])),
         )
-        grid = ceiling(KEYS / self.block) * KV_HEADS * (B1 - B0) if self.over_rows else ceiling(COUNT / self.block) * SLOTS
         registers = self.gpu.registers_of(self.ctas * self.threads // 32)
-        return Kernel(self.role, self.name, arguments, (grid,), self.threads, self.shared.size, registers)
+        return Kernel(self.role, self.name, arguments, self.grid, self.threads, self.shared.size, registers)
 
     @property
     def legend(self) -> Iterator[str]:
-        if self.over_rows:
-            rows = "rows from `skip` on" if self.skips else "rows"
-            yield f"out[b, h, key0 + j] = factor * the sum, over {rows} and the heads of group h, of"
-            yield "plane[slot, r, j] y[b, head, first + r],"
-        else:
-            rows = ", for rows from `skip` on" if self.skips else ""
-            yield "out[b, h, first + r] = factor * the sum over keys of"
-            yield f"plane[slot, r, j] y[b, h / group, j]{rows},"
-        yield "where a slot is a head of a sequence. Elements of the plane that are hidden from a row are zeros, in"
-        yield "tiles of which some row sees a key. Other tiles are not read."
-        if self.reach:
-            yield "Here, a row sees what the next REACH rows see."
-        if self.sums:
-            yield "Rows of out from `summed` on begin with sums of strips before. Rows before `complete` are stored as"
-            yield "sums, to which a later strip adds: (sequences, heads of out, places, columns) fp32."
+        for product in self.products:
+            yield from product.legend
+        yield "A slot is a head of a sequence. Elements of a plane that are hidden from a row are zeros, in tiles of"
+        yield "which some row sees a key. Other tiles are not read."
+        if any(product.reach for product in self.products):
+            yield f"For ds, a row sees what the next {self.stages.reach} rows see."
+        for axis, results in (("q", "queries"), ("k", "keys")):
+            if any(product.sums and product.places[0] == f"n_{axis}" for product in self.products):
+                yield f"Results of {results} from `summed_{axis}` on begin with sums of strips before. Those before"
+                yield f"`complete_{axis}` are stored as sums, to which a later strip adds: (sequences, heads, n_{axis},"
+                yield "columns) fp32."
 
     @property
     def summary(self) -> str:

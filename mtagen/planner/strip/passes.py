@@ -14,7 +14,7 @@ from ..passes import Fields, PassPlan, check_learned, describe
 from ..targets import Target, get_target
 from ..tile.passes import TilePass
 from .concatenation import concatenated, rows_of_table
-from .contractions import ROLES, contractions
+from .contractions import ROLES, ContractionKernel, contractions
 from .cost import streamed
 from .cuda import cuda_sources, fastest
 from .hidden import HiddenKeys, hidden_keys
@@ -190,7 +190,9 @@ class StripPass(PassPlan):
         roles = list(ROLES[self.pass_name])
         if self.pass_name == "backward" and not self.on_chip and not spec.packed:
             roles.append("grad_shares")
-        return scores + sum(streamed(role, spec.itemsize, target) for role in roles if role not in kernels)
+        products = (source for source in self.cuda.values() if isinstance(source, ContractionKernel))
+        made = {*kernels, *(role for source in products for role in source.roles)}
+        return scores + sum(streamed(role, spec.itemsize, target) for role in roles if role not in made)
 
     # ---- Decisions: a form for each CUDA kernel that has several.
 
@@ -264,8 +266,9 @@ def _reads_hidden(spec: Spec, target: str) -> Mapping[str, HiddenKeys]:
     """
     reads: dict[str, HiddenKeys] = {}
     for pass_name in ("forward", "backward"):
-        sources = *fastest(spec, target, pass_name).values(), *contractions(pass_name, spec, target)
-        reads |= {source.role: source.reads_hidden for source in sources}
+        products = (product for kernel in contractions(pass_name, spec, target) for product in kernel.products)
+        readers = *fastest(spec, target, pass_name).values(), *products
+        reads |= {reader.role: reader.reads_hidden for reader in readers}
     return reads
 
 

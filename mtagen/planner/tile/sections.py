@@ -7,12 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import sympy
 from sympy import Expr, floor
 
 from ..geometry.affine import Size
+from ..sizes import TOGETHER
 
-TOGETHER = sympy.Symbol("together", integer=True, positive=True)  # heads of a section
 # A sequence is long if a head streams this many elements. From this length on, sections make (6, 11), causal, with head
 # dims 64 and 128, 1 to 4 % faster on an H100; other shapes were not timed. Shorter sequences gain nothing or lose,
 # because the CTAs that run last are of fewer heads then, and their lengths differ more.
