@@ -25,6 +25,8 @@ from mtagen.measure.cases import Sizes
 from mtagen.measure.inputs import Sampler
 from mtagen.ops import library
 from mtagen.ops.attention import AttentionOp, assemble
+from mtagen.planner.strip import contractions
+from mtagen.planner.strip.module import StripModule
 from mtagen.runtime.load import load_host
 
 pytestmark = pytest.mark.usefixtures("memory_starts_as_nan")
@@ -134,7 +136,7 @@ SHARED: dict[str, tuple[dict[str, Any], Sizes]] = {
 ALL_STAGES: dict[str, Any] = BEFORE_AND_AFTER | {"post_mixed_heads": 2}
 
 
-@pytest.mark.parametrize("head_dim", [64, 32])
+@pytest.mark.parametrize("head_dim", [64, 128, 32])
 @pytest.mark.parametrize(
     "stages",
     [
@@ -149,7 +151,7 @@ def test_keys_that_no_kernel_reads(stages: dict[str, Any], head_dim: int, folder
     keys.
     """
     made = plan(Spec(head_dim=head_dim, dtype="fp16", **stages), "sm_90a")
-    assert ("grad_values" in made["backward"].cuda) == (head_dim == 64)
+    assert StripModule.of([made["backward"]]).contracts("backward") == (head_dim >= 64)
     load_emulated(made, folder)
     op = assemble(made, torch_on_cpu=False)
     assert not problems.failures_through_lse(op, made.spec, problems.random(made.spec, Sizes(1, 2, 1, 290, 300)))
@@ -159,10 +161,20 @@ def test_keys_that_no_kernel_reads(stages: dict[str, Any], head_dim: int, folder
 def test_strips_add_to_gradients_that_they_share(stages: dict[str, Any], sizes: Sizes, folder: Path) -> None:
     """mtagen's kernels multiply planes by rows. Gradients that no strip computes are zeros."""
     made = retiled(plan(Spec(head_dim=64, dtype="fp16", **stages), "sm_90a"), workspace_bytes=2**10)
-    assert "grad_values" in made["backward"].cuda
+    assert StripModule.of([made["backward"]]).contracts("backward")
     load_emulated(made, folder)
     op = assemble(made, torch_on_cpu=False)
     assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes))
+
+
+@pytest.mark.parametrize("kept", [0, 2**30], ids=["all heads side by side", "one after the other"])
+def test_products_in_sections(kept: int, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """CTAs of heads whose planes L2 does not keep run side by side. A strip has several sequences."""
+    monkeypatch.setattr(contractions, "KEPT", kept)
+    made = plan(Spec(head_dim=64, dtype="fp16", **ALL_STAGES), "sm_90a")
+    load_emulated(made, folder)
+    op = assemble(made, torch_on_cpu=False)
+    assert not problems.failures_through_lse(op, made.spec, problems.random(made.spec, Sizes(3, 4, 2, 37, 45)))
 
 
 def test_training_in_other_forms(folder: Path) -> None:

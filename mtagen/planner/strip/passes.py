@@ -266,9 +266,9 @@ def _reads_hidden(spec: Spec, target: str) -> Mapping[str, HiddenKeys]:
     """
     reads: dict[str, HiddenKeys] = {}
     for pass_name in ("forward", "backward"):
-        products = (product for kernel in contractions(pass_name, spec, target) for product in kernel.products)
-        readers = *fastest(spec, target, pass_name).values(), *products
-        reads |= {reader.role: reader.reads_hidden for reader in readers}
+        reads |= {source.role: source.reads_hidden for source in fastest(spec, target, pass_name).values()}
+        for kernel in contractions(pass_name, spec, target):
+            reads |= {product.role: product.reads_hidden for product in kernel.products}
     return reads
 
 
