@@ -1431,7 +1431,7 @@ def _backward(
             dx, weight, ds,
             count, keys, off, first, skip, pitch, n_heads,
         )
-        # Two products read ds. If L2 keeps the plane of a head of keys, its CTAs run side by side.
+        # Two products read ds. If L2 keeps the planes of heads that share keys, the CTAs of these heads start together.
         heads, is_kept = kv_heads * (b1 - b0), group * count * pitch <= 12582912
         together = 1 if is_kept and heads <= 65535 else heads
         call.launch(

@@ -396,12 +396,14 @@ extern "C" __global__ void __launch_bounds__(640, 1) mta_strip_grad_queries_and_
   }
   __syncthreads();
 
-  // Blocks along x and z are of heads of keys of all sequences. Those along y make the products one after the other.
+  // Along x and z of the grid are the heads of keys of all sequences, along y the CTAs of each product.
   const int kv_slot = blockIdx.z * gridDim.x + blockIdx.x;
   int cta = blockIdx.y;
+  // CTAs that sum over more start first: those of dq, or those of dk if a key has more rows than a row has keys.
+  const int of_grad_queries = (count + 255) / 256 * group;
+  if (group * count > keys) cta = (cta + of_grad_queries) % gridDim.y;
 
   // CTAs of dq
-  const int of_grad_queries = (count + BLOCK - 1) / BLOCK * group;
   if (cta < of_grad_queries) {
     constexpr int X_ROWS = BLOCK, X_COLUMNS = STEP;
     // The CTAs of the last rows start first: with a causal mask, these rows see the most keys.

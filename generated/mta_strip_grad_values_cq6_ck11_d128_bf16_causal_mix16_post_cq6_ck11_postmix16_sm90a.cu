@@ -355,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(640, 1) mta_strip_grad_values_cq6_c
   }
   __syncthreads();
 
-  // Blocks along x and z are of heads of keys of all sequences. Those along y make the products one after the other.
+  // Along x and z of the grid are the heads of keys of all sequences, along y the CTAs of each product.
   const int kv_slot = blockIdx.z * gridDim.x + blockIdx.x;
   int cta = blockIdx.y;
 

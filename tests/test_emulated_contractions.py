@@ -33,6 +33,7 @@ SPECS = {
     "gradients of hidden scores": Spec((6, 3), 64, mixed_heads=4, mask="output"),
     "128 columns": Spec((3, 3), 128, **STAGES),
     "128 columns, mixing": Spec(None, 128, mixed_heads=16, post_mixed_heads=16, dtype="fp16"),
+    "128 columns, gradients of hidden scores": Spec((6, 3), 128, mixed_heads=4, mask="output", window=(300, -1)),
 }
 STRIPS = (
     (1, Strip(1, 1, 1)),
@@ -40,6 +41,7 @@ STRIPS = (
     (1, Strip(2, 70, 150, first=3, off=-45, skip=3)),  # when causal, 42 rows see nothing
     (3, Strip(3, 64, 128, first=64, off=0)),  # a whole tile
     (1, Strip(1, 150, 460, first=127, skip=5)),  # many keys that no row sees
+    (2, Strip(2, 300, 330, first=9, off=12, skip=7)),  # several blocks of rows; keys have more rows than rows have keys
 )
 
 
@@ -114,7 +116,7 @@ class Product:
 
 
 class Result(NamedTuple):
-    """What a kernel makes of a product.
+    """A product, with the results of a kernel.
 
     Attributes:
         product: the product.
@@ -139,7 +141,7 @@ def launch(
     *,
     checked: bool = False,
 ) -> list[Result]:
-    """What a kernel makes of each product, if places from `summed` on have sums and those before `complete` get some.
+    """The results of a kernel, if places from `summed` on have sums, and those before `complete` get sums.
 
     Both are counted from the strip's first result.
     """
@@ -206,7 +208,7 @@ def test_sums_of_strips(kernel: ContractionKernel, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "kernel",
-    [kernel for (name, _), kernel in KERNELS.items() if name in ("all stages", "mixing")],
+    [kernel for (name, _), kernel in KERNELS.items() if name in ("all stages", "mixing", "128 columns")],
     ids=lambda kernel: kernel.name,
 )
 def test_no_races(kernel: ContractionKernel, folder: Path) -> None:

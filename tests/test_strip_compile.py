@@ -14,7 +14,7 @@ from mtagen.codegen import cuda
 from mtagen.errors import PlanError
 from mtagen.planner import TARGETS, get_target, plan
 from mtagen.planner.passes import passes_of
-from mtagen.planner.strip.contractions import ContractionKernel
+from mtagen.planner.strip.contractions import ContractionKernel, contractions
 from mtagen.planner.strip.kernels import SUMS
 from mtagen.planner.strip.passes import StripPass
 from mtagen.planner.strip.products import WarpgroupProduct
@@ -287,6 +287,17 @@ def test_cuda(target: str, stages: dict[str, Any], log: Callable[[], str]) -> No
         by_warpgroups = isinstance(source, (WarpgroupProduct, ContractionKernel))
         instruction = r"\bHGMMA" if by_warpgroups else r"\bHMMA"
         assert bool(re.search(instruction, used.assembly)) == multiplies, source.role
+
+
+@pytest.mark.parametrize(
+    "stages", [EVERYTHING, MIXED, CONVOLVED | {"causal": False, "window": (1023, 1023), "dtype": "fp16"}], ids=str
+)
+def test_contractions_with_128_columns(stages: dict[str, Any], log: Callable[[], str]) -> None:
+    """They have as many registers as a thread gets, and keep nothing on the stack."""
+    spec = Spec(head_dim=128, **stages)
+    sources = [*contractions("forward", spec, "sm_90a"), *contractions("backward", spec, "sm_90a")]
+    assert {role for source in sources for role in source.roles} == CONTRACTIONS
+    assert all(used.stack == 0 for used in assert_compile(sources, log))
 
 
 @pytest.mark.parametrize("after", [{"post_mixed_heads": 16}, {"post_kernel": (2, 3)}, EVERYTHING], ids=str)

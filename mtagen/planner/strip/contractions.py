@@ -11,7 +11,7 @@ Strips of a sequence share keys, and with a convolution also rows. A kernel adds
 that no later strip adds to in the dtype of the tensor.
 
 Rows have 64 or 128 columns. A tile of 128 columns is as large as two of 64, so there a block has twice as many results:
-otherwise kernels would read more rows than numbers of the plane. Other head dims stay with cuBLAS.
+otherwise kernels would read as many bytes of rows as of the plane. Other head dims stay with cuBLAS.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ TILES = 4  # in shared memory, each with a producer warp
 # of earlier strips to its results, the other one copies.
 BLOCKS: Mapping[int, tuple[int, int]] = {PANEL: (128, 2), 2 * PANEL: (256, 1)}
 _WARP_ROWS = 16  # results of a warp
-# Elements of a plane, of all heads of a group, up to which L2 keeps it between two products.
+# L2 keeps the planes of heads that share keys between two products that read them, if the planes have at most this many
+# elements: 24 MiB of 50 on an H200, as measured (benchmarks/notes/strips.md).
 KEPT = 3 * 2**22
-# Products of each pass. A row of a strip sees more keys than a key has rows there, so the CTAs of queries begin first.
+# Products of each pass, in the order of their CTAs in a launch.
 ROLES: Mapping[str, tuple[str, ...]] = {
     "forward": ("outputs",),
     "backward": ("grad_queries", "grad_keys", "grad_values"),
     "decode": (),
 }
-# Of each product: the plane, the rows by which it is multiplied, and the result.
+# The tensors of each product: the plane, the rows by which it is multiplied, and the result.
 _TENSORS: Mapping[str, tuple[str, str, str]] = {
     "outputs": ("shares", "v", "out"),
     "grad_queries": ("ds", "k", "dq"),
@@ -64,12 +65,12 @@ _KERNELS: Mapping[tuple[str, ...], str] = {  # roles of kernels of several produ
 
 def contractions(pass_name: str, spec: Spec, target: str) -> tuple[ContractionKernel, ...]:
     """Return the kernels of a pass, if they fit. For other products of a batch, the host calls cuBLAS."""
-    roles = ROLES[pass_name]
-    kernels = [roles] if roles else []
+    roles, apart = ROLES[pass_name], ()
     if pass_name == "backward" and Stages(spec).post_convolution:
-        kernels = [roles[-1:], roles[:-1]]  # the plane of shares takes other gradients after the first product
-    made = (ContractionKernel(spec, target, roles) for roles in kernels)
-    return tuple(kernel for kernel in made if kernel.fits)
+        apart = ("grad_values",)  # after this product, the plane of shares takes the gradients of probabilities
+    groups = (apart, tuple(role for role in roles if role not in apart))
+    kernels = (ContractionKernel(spec, target, group) for group in groups if group)
+    return tuple(kernel for kernel in kernels if kernel.fits)
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Contraction:
     @property
     def over_rows(self) -> bool:
         """Whether the sum is over rows, and results belong to keys."""
-        return self.role in ("grad_values", "grad_keys")
+        return self.y in ("q", "grad_out")
 
     @property
     def scaled(self) -> bool:
@@ -127,8 +128,8 @@ class Contraction:
 
     @property
     def places(self) -> tuple[str, str, str]:
-        """Names of numbers about sums: all places, the first that strips before have summed, and the first that no
-        later strip adds to.
+        """Names of numbers about sums: the number of rows of the result, the first of them that strips before have
+        summed, and the first that no later strip adds to.
         """
         axis = "k" if self.over_rows else "q"
         return f"n_{axis}", f"summed_{axis}", f"complete_{axis}"
@@ -166,7 +167,7 @@ class ContractionKernel(StripSource):
     Attributes:
         spec: the request.
         target: name of the target.
-        roles: those of its products.
+        roles: the products, in the order of their CTAs.
     """
 
     spec: Spec
@@ -181,7 +182,7 @@ class ContractionKernel(StripSource):
 
     @cached_property
     def products(self) -> tuple[Contraction, ...]:
-        """The products, in the order of their CTAs."""
+        """The products."""
         return tuple(Contraction(self.spec, role) for role in self.roles)
 
     @property
@@ -208,7 +209,7 @@ class ContractionKernel(StripSource):
 
     @property
     def kept(self) -> int:
-        """Elements of a plane, of the heads of a head of keys, up to which these heads are a section."""
+        """The most elements of the planes of heads that share keys, if L2 keeps them."""
         return KEPT
 
     @property

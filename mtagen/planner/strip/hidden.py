@@ -70,7 +70,8 @@ def readers(role: str, stages: Stages) -> tuple[tuple[str, ...], ...]:
     """Return, for each plane that the kernel of ``role`` writes, the roles of the kernels of training that read it.
 
     Planes are in the order in which the kernel's template clears them, shares or gradients of scores first. Readers are
-    those of both passes. Products of planes with rows have roles, too, if cuBLAS computes them.
+    those of both passes. Products of planes with rows have roles of their own, whether one kernel makes several or
+    cuBLAS makes each.
     """
     convolution, post_convolution = stages.convolution, stages.post_convolution
     shares, gradients = ("outputs", "grad_values"), ("grad_queries", "grad_keys")

@@ -90,6 +90,11 @@ class StripModule:
         """Return whether mtagen's kernels multiply the planes of a pass by rows, instead of cuBLAS's."""
         return any(isinstance(source, ContractionKernel) for source in self[pass_name].cuda.values())
 
+    def contraction(self, role: str) -> ContractionKernel:
+        """Return the kernel of mtagen that makes a product, among others."""
+        kernels = (source for source in self.cuda.values() if isinstance(source, ContractionKernel))
+        return next(kernel for kernel in kernels if role in kernel.roles)
+
     @property
     def prefixes(self) -> tuple[str, ...]:
         """Role prefixes of the kernels that training and decode share."""

@@ -260,7 +260,7 @@ class StripPass(PassPlan):
 
 @lru_cache(maxsize=64)
 def _reads_hidden(spec: Spec, target: str) -> Mapping[str, HiddenKeys]:
-    """Return the hidden keys of planes that CUDA kernels of training read, by role.
+    """Return the hidden keys of planes that CUDA kernels of training read, by the role of a kernel or of a product.
 
     Both passes launch some of the same kernels, of one source each. So a kernel clears keys for readers of either pass.
     """
