@@ -336,13 +336,13 @@ KERNELS = {
     "grad_values": {
         "grad_values": (
             "mta_strip_grad_values_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            640, 196672, "PPPPqqqqqqiiiiiiiiiiiii",
+            640, 196672, "PPPPqqqqqqiiiiiiiiiiiiii",
         ),
     },
     "grad_queries_and_keys": {
         "grad_queries_and_keys": (
             "mta_strip_grad_queries_and_keys_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            640, 196672, "PPPPPPPqqqqqqqqqqqqiiiiiiiiiiiiiiif",
+            640, 196672, "PPPPPPPqqqqqqqqqqqqiiiiiiiiiiiiiiiif",
         ),
     },
     "decode_scores": {
@@ -1185,6 +1185,30 @@ LIMITS = Limits(
 )
 
 
+def _of_keys(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """The gradient (B, Hkv, Nk, d) of keys, from that of their copies (B, H, Nk, d) for each head of queries."""
+    return x if x.shape[1] == kv_heads else x.view(len(x), kv_heads, -1, *x.shape[2:]).sum(2)
+
+
+def _head_parts(group: int, rows: int, short: int, ctas: int, enough: int) -> int:
+    """The number of equal parts into which the heads of a group are divided, so that several CTAs sum over their rows.
+
+    Args:
+        group: the number of heads.
+        rows: rows of each.
+        short: the number of rows up to which one CTA sums over all.
+        ctas: CTAs, if the heads are not divided.
+        enough: the number of CTAs that keep all multiprocessors busy.
+    """
+    numbers = (n for n in range(1, group) if group % n == 0 and (n * ctas >= enough or group // n * rows <= short))
+    return next(numbers, group)
+
+
+def _add_parts(gradient: torch.Tensor, sums: torch.Tensor) -> None:
+    """Store the gradient (B, Hkv, Nk, d) of keys, which is the sum of parts (B, Hkv * parts, Nk, d)."""
+    gradient.copy_(_of_keys(sums, gradient.shape[1]))
+
+
 @_without_gradients
 def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
     """Attention by the stages above.
@@ -1323,8 +1347,14 @@ def _backward(
     for x, begin in ((dq, first_row), (dk, first_key), (dv, first_key)):
         if begin > 0:
             call.run(torch.Tensor.zero_, x[:, :, :begin])
-    sum_k = call.workspace("dk", dk.shape, torch.float32) if len(overlaps) > 1 else None
-    sum_v = call.workspace("dv", dv.shape, torch.float32) if len(overlaps) > 1 else None
+    key_blocks = -(-division.pitch // 256)
+    ctas = division.sequences * kv_heads * key_blocks
+    head_parts = _head_parts(group, division.rows, 8192, ctas, 66)
+    sums_keys = len(overlaps) > 1 or head_parts > 1
+    shape = batch, kv_heads * head_parts, n_k, dk.shape[3]
+    sum_k = call.workspace("dk", shape, torch.float32) if sums_keys else None
+    shape = batch, kv_heads * head_parts, n_k, dv.shape[3]
+    sum_v = call.workspace("dv", shape, torch.float32) if sums_keys else None
     sum_q = call.workspace("dq", dq.shape, torch.float32) if len(overlaps) > 1 else None
     all_chunks = triton.cdiv(n_k, 64)
     parts = batch
@@ -1350,6 +1380,8 @@ def _backward(
         skip = begin - first
         valid = max(0, skip - 5)
         summed_q, summed_k, complete_q, complete_k = overlaps[first]
+        if head_parts > 1:
+            complete_k = n_k
         grad_shares = grad_shares.view(q.dtype)
         call.launch(
             kernels["scores"],
@@ -1393,10 +1425,10 @@ def _backward(
         )
         call.launch(
             kernels["grad_values"],
-            ((b1 - b0) * kv_heads, -(-keys // 256)),
+            ((b1 - b0) * kv_heads, -(-keys // 256) * head_parts),
             shares, grad_out, dv, sum_v,
             *grad_out.stride()[:3], *dv.stride()[:3],
-            count, keys, off, first, skip, pitch, n_heads, group, b0, key0, n_k, summed_k, complete_k,
+            count, keys, off, first, skip, pitch, n_heads, group, b0, key0, head_parts, n_k, summed_k, complete_k,
         )
         call.launch(
             kernels["post_convolution_gradient"],
@@ -1436,12 +1468,15 @@ def _backward(
         together = 1 if is_kept and heads <= 65535 else heads
         call.launch(
             kernels["grad_queries_and_keys"],
-            (together, -(-count // 256) * group + -(-keys // 256), (b1 - b0) * kv_heads // together),
+            (together, -(-count // 256) * group + -(-keys // 256) * head_parts, (b1 - b0) * kv_heads // together),
             ds, k_seen, q, dq, dk, sum_q, sum_k,
             *k_seen.stride()[:3], *dq.stride()[:3], *q.stride()[:3], *dk.stride()[:3],
-            count, keys, off, first, pitch, n_heads, group, b0, key0, n_q, summed_q, complete_q, n_k, summed_k,
-            complete_k, scale,
+            count, keys, off, first, pitch, n_heads, group, b0, key0, head_parts, n_q, summed_q, complete_q, n_k,
+            summed_k, complete_k, scale,
         )
+    if head_parts > 1:
+        for x, total in ((dk, sum_k), (dv, sum_v)):
+            call.run(_add_parts, x[:, :, first_key:], total[:, :, first_key:])
     d_head_weight = call.result((n_heads // 16, 16, 16), torch.float32)
     d_post_head_weight = call.result((n_heads // 16, 16, 16), torch.float32)
     d_weight = call.result((n_heads, 6, 11), torch.float32)

@@ -6,14 +6,15 @@
 // ds[slot, r, j] q[b, head, first + r].
 // A slot is a head of a sequence. Elements of a plane that are hidden from a row are zeros, in tiles of
 // which some row sees a key. Other tiles are not read.
+// The heads of a group are divided into `head_parts` parts, with a sum each.
 // Results of queries from `summed_q` on begin with sums of strips before. Those before
-// `complete_q` are stored as sums, to which a later strip adds: (sequences, heads, n_q,
-// columns) fp32.
+// `complete_q` are stored as sums, to which a later strip adds: (sequences, heads,
+// n_q, columns) fp32.
 // Results of keys from `summed_k` on begin with sums of strips before. Those before
-// `complete_k` are stored as sums, to which a later strip adds: (sequences, heads, n_k,
-// columns) fp32.
+// `complete_k` are stored as sums, to which a later strip adds: (sequences, heads of out * head_parts,
+// n_k, columns) fp32.
 //
-// mta_strip_grad_queries_and_keys_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(together, -(-count // 256) * group + -(-keys // 256), (b1 - b0) * kv_heads // together), 640, 196672>>>
+// mta_strip_grad_queries_and_keys_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(together, -(-count // 256) * group + -(-keys // 256) * head_parts, (b1 - b0) * kv_heads // together), 640, 196672>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -382,8 +383,8 @@ extern "C" __global__ void __launch_bounds__(640, 1) mta_strip_grad_queries_and_
     long long k_stride_b, long long k_stride_h, long long k_stride_n, long long dq_stride_b, long long dq_stride_h,
     long long dq_stride_n, long long q_stride_b, long long q_stride_h, long long q_stride_n, long long dk_stride_b,
     long long dk_stride_h, long long dk_stride_n, int count, int keys, int off, int first, int pitch, int n_heads,
-    int group, int b0, int key0, int n_q, int summed_q, int complete_q, int n_k, int summed_k, int complete_k,
-    float scale) {
+    int group, int b0, int key0, int head_parts, int n_q, int summed_q, int complete_q, int n_k, int summed_k,
+    int complete_k, float scale) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared), barriers = base + SHARED_BARRIERS;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -401,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(640, 1) mta_strip_grad_queries_and_
   int cta = blockIdx.y;
   // CTAs that sum over more start first: those of dq, or those of dk if a key has more rows than a row has keys.
   const int of_grad_queries = (count + 255) / 256 * group;
-  if (group * count > keys) cta = (cta + of_grad_queries) % gridDim.y;
+  if (group / head_parts * count > keys) cta = (cta + of_grad_queries) % gridDim.y;
 
   // CTAs of dq
   if (cta < of_grad_queries) {
@@ -485,16 +486,17 @@ extern "C" __global__ void __launch_bounds__(640, 1) mta_strip_grad_queries_and_
   {
     constexpr int X_ROWS = STEP, X_COLUMNS = BLOCK;
     // The CTAs of the first keys start first: with a causal mask, most rows see these keys.
-    const int begin = cta * BLOCK, kv_heads = n_heads / group, b = b0 + kv_slot / kv_heads, h = kv_slot % kv_heads;
+    const int kv_heads = n_heads / group, b = b0 + kv_slot / kv_heads, h = kv_slot % kv_heads;
+    const int begin = cta / head_parts * BLOCK, part = cta % head_parts, heads = group / head_parts;
     const Sequence sequence(b, 0, count, count, keys, off, first, key0);
     // The rows that see some key of the block
     const int position = sequence.position(0);
     int top = 0, bottom = count;
     if (HIDES_LATER) top = max(top, begin - SEEN_AHEAD - position);
     if (HIDES_EARLIER) bottom = min(bottom, begin + BLOCK + SEEN_BEHIND - position);
-    const int steps = max(0, (bottom - top + STEP - 1) / STEP), tiles = steps * group;
-    const Element* const y = q + b * q_stride_b;
-    const Element* const plane = ds + (static_cast<long long>(kv_slot) * group * count * pitch + begin);
+    const int steps = max(0, (bottom - top + STEP - 1) / STEP), tiles = steps * heads;
+    const Element* const y = q + (b * q_stride_b + (h * group + part * heads) * q_stride_h);
+    const Element* const plane = ds + (static_cast<long long>(kv_slot * group + part * heads) * count * pitch + begin);
 
     if (warp >= WARPS) {
       const int buffer = warp - WARPS;
@@ -504,7 +506,7 @@ extern "C" __global__ void __launch_bounds__(640, 1) mta_strip_grad_queries_and_
         const int head = t / steps, r = top + t % steps * STEP;
         load_plane<X_ROWS, X_COLUMNS>(tile, plane + (static_cast<long long>(head) * count + r) * pitch, pitch,
                                       bottom - r, keys - begin, lane);
-        load_tile<STEP, D, 32>(tile + X_TILE, y + (h * group + head) * q_stride_h, q_stride_n,
+        load_tile<STEP, D, 32>(tile + X_TILE, y + head * q_stride_h, q_stride_n,
                                sequence.query(r), sequence.query(bottom), lane);
         copy_commit();
         copy_wait<0>();
@@ -534,7 +536,7 @@ extern "C" __global__ void __launch_bounds__(640, 1) mta_strip_grad_queries_and_
     const int first_place = key0 + begin, end = keys - begin;
     const int row = 16 * warp + (lane >> 2), place = first_place + row, column = 2 * (lane & 3);
     Element* const to = dk + (b * dk_stride_b + h * dk_stride_h + place * dk_stride_n + column);
-    const long long head = static_cast<long long>(b) * kv_heads + h;
+    const long long head = (static_cast<long long>(b) * kv_heads + h) * head_parts + part;
     float* const total = sum_k + ((head * n_k + place) * D + column);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

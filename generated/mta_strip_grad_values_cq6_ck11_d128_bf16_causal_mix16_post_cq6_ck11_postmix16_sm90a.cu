@@ -4,11 +4,12 @@
 // shares[slot, r, j] grad_out[b, head, first + r].
 // A slot is a head of a sequence. Elements of a plane that are hidden from a row are zeros, in tiles of
 // which some row sees a key. Other tiles are not read.
+// The heads of a group are divided into `head_parts` parts, with a sum each.
 // Results of keys from `summed_k` on begin with sums of strips before. Those before
-// `complete_k` are stored as sums, to which a later strip adds: (sequences, heads, n_k,
-// columns) fp32.
+// `complete_k` are stored as sums, to which a later strip adds: (sequences, heads of out * head_parts,
+// n_k, columns) fp32.
 //
-// mta_strip_grad_values_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<((b1 - b0) * kv_heads, -(-keys // 256)), 640, 196672>>>
+// mta_strip_grad_values_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<((b1 - b0) * kv_heads, -(-keys // 256) * head_parts), 640, 196672>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -342,7 +343,8 @@ extern "C" __global__ void __launch_bounds__(640, 1) mta_strip_grad_values_cq6_c
     const Element* __restrict__ shares, const Element* __restrict__ grad_out, Element* __restrict__ dv,
     float* __restrict__ sum_v, long long grad_out_stride_b, long long grad_out_stride_h, long long grad_out_stride_n,
     long long dv_stride_b, long long dv_stride_h, long long dv_stride_n, int count, int keys, int off, int first,
-    int skip, int pitch, int n_heads, int group, int b0, int key0, int n_k, int summed_k, int complete_k) {
+    int skip, int pitch, int n_heads, int group, int b0, int key0, int head_parts, int n_k, int summed_k,
+    int complete_k) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared), barriers = base + SHARED_BARRIERS;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -363,16 +365,17 @@ extern "C" __global__ void __launch_bounds__(640, 1) mta_strip_grad_values_cq6_c
   {
     constexpr int X_ROWS = STEP, X_COLUMNS = BLOCK;
     // The CTAs of the first keys start first: with a causal mask, most rows see these keys.
-    const int begin = cta * BLOCK, kv_heads = n_heads / group, b = b0 + kv_slot / kv_heads, h = kv_slot % kv_heads;
+    const int kv_heads = n_heads / group, b = b0 + kv_slot / kv_heads, h = kv_slot % kv_heads;
+    const int begin = cta / head_parts * BLOCK, part = cta % head_parts, heads = group / head_parts;
     const Sequence sequence(b, 0, count, count, keys, off, first, key0);
     // The rows that see some key of the block
     const int position = sequence.position(0);
     int top = skip, bottom = count;
     if (HIDES_LATER) top = max(top, begin - SEEN_AHEAD - position);
     if (HIDES_EARLIER) bottom = min(bottom, begin + BLOCK + SEEN_BEHIND - position);
-    const int steps = max(0, (bottom - top + STEP - 1) / STEP), tiles = steps * group;
-    const Element* const y = grad_out + b * grad_out_stride_b;
-    const Element* const plane = shares + (static_cast<long long>(kv_slot) * group * count * pitch + begin);
+    const int steps = max(0, (bottom - top + STEP - 1) / STEP), tiles = steps * heads;
+    const Element* const y = grad_out + (b * grad_out_stride_b + (h * group + part * heads) * grad_out_stride_h);
+    const Element* const plane = shares + (static_cast<long long>(kv_slot * group + part * heads) * count * pitch + begin);
 
     if (warp >= WARPS) {
       const int buffer = warp - WARPS;
@@ -382,7 +385,7 @@ extern "C" __global__ void __launch_bounds__(640, 1) mta_strip_grad_values_cq6_c
         const int head = t / steps, r = top + t % steps * STEP;
         load_plane<X_ROWS, X_COLUMNS>(tile, plane + (static_cast<long long>(head) * count + r) * pitch, pitch,
                                       bottom - r, keys - begin, lane);
-        load_tile<STEP, D, 32>(tile + X_TILE, y + (h * group + head) * grad_out_stride_h, grad_out_stride_n,
+        load_tile<STEP, D, 32>(tile + X_TILE, y + head * grad_out_stride_h, grad_out_stride_n,
                                sequence.query(r), sequence.query(bottom), lane);
         copy_commit();
         copy_wait<0>();
@@ -412,7 +415,7 @@ extern "C" __global__ void __launch_bounds__(640, 1) mta_strip_grad_values_cq6_c
     const int first_place = key0 + begin, end = keys - begin;
     const int row = 16 * warp + (lane >> 2), place = first_place + row, column = 2 * (lane & 3);
     Element* const to = dv + (b * dv_stride_b + h * dv_stride_h + place * dv_stride_n + column);
-    const long long head = static_cast<long long>(b) * kv_heads + h;
+    const long long head = (static_cast<long long>(b) * kv_heads + h) * head_parts + part;
     float* const total = sum_v + ((head * n_k + place) * D + column);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

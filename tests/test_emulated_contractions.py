@@ -61,10 +61,10 @@ class Product:
         of: the product that the kernel makes.
         x: (slots, rows, keys).
         y: (sequences of the call, heads, rows or keys, columns), on the whole.
-        total: (sequences, heads, rows or keys, columns): the products of the strip.
+        total: (sequences, heads or parts of them, rows or keys, columns): the products of the strip.
     """
 
-    def __init__(self, of: Contraction, group: int, strip: Strip) -> None:
+    def __init__(self, of: Contraction, group: int, strip: Strip, head_parts: int) -> None:
         self.of, self.strip = of, strip
         spec, width, seed = of.spec, of.spec.head_dim, [*PRODUCTS].index(of.role)
         seen = strip.seen(spec)
@@ -75,8 +75,9 @@ class Product:
         of_queries = strip.heads, strip.count
         of_keys = kv_heads, strip.keys
         rows = eighths(sequences, *(of_queries if of.over_rows else of_keys), width, seed=2 + seed)
-        x = self.x.view(sequences, kv_heads, group, strip.count, strip.keys)
-        y = rows.view(sequences, kv_heads, -1, *rows.shape[-2:])
+        summed = kv_heads * head_parts if of.over_rows else kv_heads  # heads of sums
+        x = self.x.view(sequences, summed, -1, strip.count, strip.keys)
+        y = rows.view(sequences, summed, -1, *rows.shape[-2:])
         if of.over_rows:
             top = strip.skip if of.skips else 0
             self.total = torch.einsum("bhgrj,bhgrd->bhjd", x[..., top:, :], y[..., top:, :])
@@ -138,6 +139,7 @@ def launch(
     seed: int = 0,
     summed: int = 2**30,
     complete: int = 0,
+    head_parts: int = 1,
     *,
     checked: bool = False,
 ) -> list[Result]:
@@ -148,9 +150,15 @@ def launch(
     results: list[Result] = []
     heads = strip.slots // group
     together = (heads, max(1, heads // 2), 1)[seed % 3]  # heads of a section
-    given: dict[str, Any] = {"group": group, "key0": KEY0, "scale": SCALE, "together": together}
+    given: dict[str, Any] = {
+        "group": group,
+        "key0": KEY0,
+        "scale": SCALE,
+        "together": together,
+        "head_parts": head_parts,
+    }
     dtype = TORCH_DTYPES[kernel.spec.dtype]
-    for product in [Product(of, group, strip) for of in kernel.products]:
+    for product in [Product(of, group, strip, head_parts) for of in kernel.products]:
         of, begin = product.of, product.first
         out, sums = product.empty(dtype), product.empty(torch.float32)
         earlier = sums[:, :, begin + summed :]
@@ -191,8 +199,8 @@ def test_products(kernel: ContractionKernel, folder: Path) -> None:
 def test_sums_of_strips(kernel: ContractionKernel, folder: Path) -> None:
     """A result is added to what strips before left, and stored as a sum if a later strip adds to it."""
     group, strip = STRIPS[1]
-    for summed, complete in ((60, 90), (90, 60), (0, 2**30)):
-        for product, out, sums, before in launch(kernel, group, strip, folder, 0, summed, complete):
+    for summed, complete, head_parts in ((60, 90, 1), (90, 60, 1), (0, 2**30, 1), (60, 2**30, 2)):
+        for product, out, sums, before in launch(kernel, group, strip, folder, 0, summed, complete, head_parts):
             if not product.of.sums:
                 continue
             expected, begin = product.empty(torch.float32), product.first

@@ -23,7 +23,20 @@ from torch.nn import functional
 
 from mtagen.dtypes import TORCH_DTYPES
 from mtagen.planner.passes import PASSES
-from mtagen.planner.sizes import B0, B1, COUNT, GROUP, KEYS, KV_HEADS, N_HEADS, N_NEW, SLOTS, SPLITS, TOGETHER
+from mtagen.planner.sizes import (
+    B0,
+    B1,
+    COUNT,
+    GROUP,
+    HEAD_PARTS,
+    KEYS,
+    KV_HEADS,
+    N_HEADS,
+    N_NEW,
+    SLOTS,
+    SPLITS,
+    TOGETHER,
+)
 from mtagen.planner.strip.hidden import HiddenKeys
 from mtagen.planner.strip.kernels import PROGRAMS, SECTION
 from mtagen.planner.strip.limits import Limits
@@ -168,7 +181,7 @@ def run(
     if "group" in values:
         sizes |= {GROUP: values["group"], KV_HEADS: strip.heads // values["group"]}
     if "together" in values:
-        sizes |= {TOGETHER: values["together"]}
+        sizes |= {TOGETHER: values["together"], HEAD_PARTS: values["head_parts"]}
     if "split" in values:
         sizes |= {N_NEW: values["n_new"], SPLITS: -(-strip.keys // values["split"])}
     grid = tuple(int(size.subs(sizes)) for size in kernel.grid)

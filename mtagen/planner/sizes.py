@@ -18,4 +18,5 @@ N_NEW, N_MAX, SPLITS = sympy.symbols("n_new n_max splits", integer=True, positiv
 # ---- A strip: its slots, rows and keys; its sequences are B0 <= b < B1
 
 SLOTS, COUNT, KEYS = sympy.symbols("slots count keys", integer=True, positive=True)
+HEAD_PARTS = sympy.Symbol("head_parts", integer=True, positive=True)  # into which heads that share a key are divided
 B0, B1 = sympy.symbols("b0 b1", integer=True, nonnegative=True)

@@ -168,14 +168,24 @@ def test_strips_add_to_gradients_that_they_share(stages: dict[str, Any], sizes: 
     assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes))
 
 
-@pytest.mark.parametrize("kept", [0, 2**30], ids=["all heads side by side", "one after the other"])
-def test_products_in_sections(kept: int, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """CTAs of heads whose planes L2 does not keep run side by side. A strip has several sequences."""
+@pytest.mark.parametrize(
+    ("kept", "short"),
+    [(0, 2**30), (2**30, 2**30), (0, 80), (2**30, 0)],
+    ids=["heads side by side", "one after the other", "heads in two parts", "heads in four parts"],
+)
+@pytest.mark.parametrize("workspace_bytes", [2**10, 2**24], ids=["several strips", "one strip"])
+def test_ctas_of_products(
+    kept: int, short: int, workspace_bytes: int, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """CTAs of heads whose planes L2 does not keep run side by side, and several divide heads that share a key."""
     monkeypatch.setattr(contractions, "KEPT", kept)
-    made = plan(Spec(head_dim=64, dtype="fp16", **ALL_STAGES), "sm_90a")
+    monkeypatch.setattr(contractions, "SHORT", short)
+    spec = Spec(head_dim=64, dtype="fp16", **ALL_STAGES | {"window": (60, -1)})
+    made = retiled(plan(spec, "sm_90a"), workspace_bytes=workspace_bytes)
     load_emulated(made, folder)
     op = assemble(made, torch_on_cpu=False)
-    assert not problems.failures_through_lse(op, made.spec, problems.random(made.spec, Sizes(3, 4, 2, 37, 45)))
+    rows = 150 if workspace_bytes == 2**10 else 37
+    assert not problems.failures_through_lse(op, spec, problems.random(spec, Sizes(2, 4, 1, rows, rows + 20)))
 
 
 def test_training_in_other_forms(folder: Path) -> None:

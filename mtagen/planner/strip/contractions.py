@@ -5,7 +5,8 @@ of the plane, or over its rows and the heads that share keys, and leaves out til
 products, so copies must stay in flight.
 
 One launch makes all results whose planes exist at the same time, so that the last CTAs of a product do not leave
-multiprocessors idle.
+multiprocessors idle. If few heads of keys have few CTAs, several CTAs divide the heads of queries that share a key. The
+host adds their sums.
 
 Strips of a sequence share keys, and with a convolution also rows. A kernel adds their sums in fp32, and stores a result
 that no later strip adds to in the dtype of the tensor.
@@ -27,7 +28,7 @@ from ..cuda.memory import PANEL, SharedMap, swizzled_bytes
 from ..cuda.wgmma import Wgmma
 from ..geometry.affine import Size
 from ..kernel import Kernel, numbers, reads, strides, writes
-from ..sizes import B0, B1, COUNT, GROUP, KEYS, KV_HEADS, TOGETHER
+from ..sizes import B0, B1, COUNT, GROUP, HEAD_PARTS, KEYS, KV_HEADS, TOGETHER
 from ..targets import GRID_YZ, get_target
 from .cost import streamed
 from .hidden import ALL, HiddenKeys
@@ -44,6 +45,9 @@ _WARP_ROWS = 16  # results of a warp
 # L2 keeps the planes of heads that share keys between two products that read them, if the planes have at most this many
 # elements: 24 MiB of 50 on an H200, as measured (benchmarks/notes/strips.md).
 KEPT = 3 * 2**22
+SHORT = (
+    2**13
+)  # rows over which a CTA sums without slowing the launch down: as many as queries of long sequences see keys
 # Products of each pass, in the order of their CTAs in a launch.
 ROLES: Mapping[str, tuple[str, ...]] = {
     "forward": ("outputs",),
@@ -65,9 +69,9 @@ _KERNELS: Mapping[tuple[str, ...], str] = {  # roles of kernels of several produ
 
 def contractions(pass_name: str, spec: Spec, target: str) -> tuple[ContractionKernel, ...]:
     """Return the kernels of a pass, if they fit. For other products of a batch, the host calls cuBLAS."""
-    roles, apart = ROLES[pass_name], ()
-    if pass_name == "backward" and Stages(spec).post_convolution:
-        apart = ("grad_values",)  # after this product, the plane of shares takes the gradients of probabilities
+    roles = ROLES[pass_name]
+    # After this product, the plane of shares takes the gradients of probabilities.
+    apart = ("grad_values",) if pass_name == "backward" and Stages(spec).post_convolution else ()
     groups = (apart, tuple(role for role in roles if role not in apart))
     kernels = (ContractionKernel(spec, target, group) for group in groups if group)
     return tuple(kernel for kernel in kernels if kernel.fits)
@@ -138,7 +142,7 @@ class Contraction:
     def ctas(self) -> Size:
         """The number of CTAs of a head of keys."""
         block, _ = BLOCKS[self.spec.head_dim]
-        return ceiling(KEYS / block) if self.over_rows else ceiling(COUNT / block) * GROUP
+        return ceiling(KEYS / block) * HEAD_PARTS if self.over_rows else ceiling(COUNT / block) * GROUP
 
     @property
     def reads_hidden(self) -> HiddenKeys:
@@ -218,6 +222,16 @@ class ContractionKernel(StripSource):
         return GRID_YZ
 
     @property
+    def short(self) -> int:
+        """Rows of all heads that share a key, up to which one CTA sums over them."""
+        return SHORT
+
+    @property
+    def enough_ctas(self) -> int:
+        """CTAs of a product from which on heads that share a key are not divided among several."""
+        return self.gpu.multiprocessors * self.ctas // 2
+
+    @property
     def sectioned(self) -> bool:
         """Whether several products read the same plane, and the host chooses how many heads run side by side."""
         return len(self.products) > 1
@@ -276,13 +290,14 @@ class ContractionKernel(StripSource):
         products = self.products
         results = [name for x in products for name in (x.y, x.out)]
         of_sums = [name for x in products if x.sums for name in x.places]
+        of_keys = ["key0", "head_parts"] if any(x.over_rows for x in products) else []
         arguments = (
             *reads("Element", *dict.fromkeys([x.plane for x in products] + [x.y for x in products])),
             *writes("Element", *[x.out for x in products]),
             *writes("float", *[x.sums for x in products if x.sums], optional=True),
             *strides(*results),
             *self.sequence.arguments("n_heads", "group", "b0", skips=any(x.skips for x in products)),
-            *numbers("int", *(["key0"] if any(x.over_rows for x in products) else []), *dict.fromkeys(of_sums)),
+            *numbers("int", *of_keys, *dict.fromkeys(of_sums)),
             *numbers("float", *(["scale"] if any(x.scaled for x in products) else [])),
         )
         registers = self.gpu.registers_of(self.ctas * self.threads // 32)
@@ -294,13 +309,16 @@ class ContractionKernel(StripSource):
             yield from product.legend
         yield "A slot is a head of a sequence. Elements of a plane that are hidden from a row are zeros, in tiles of"
         yield "which some row sees a key. Other tiles are not read."
+        if any(product.over_rows for product in self.products):
+            yield "The heads of a group are divided into `head_parts` parts, with a sum each."
         if any(product.reach for product in self.products):
             yield f"For ds, a row sees what the next {self.stages.reach} rows see."
         for axis, results in (("q", "queries"), ("k", "keys")):
             if any(product.sums and product.places[0] == f"n_{axis}" for product in self.products):
                 yield f"Results of {results} from `summed_{axis}` on begin with sums of strips before. Those before"
-                yield f"`complete_{axis}` are stored as sums, to which a later strip adds: (sequences, heads, n_{axis},"
-                yield "columns) fp32."
+                heads = "heads of out * head_parts" if axis == "k" else "heads"
+                yield f"`complete_{axis}` are stored as sums, to which a later strip adds: (sequences, {heads},"
+                yield f"n_{axis}, columns) fp32."
 
     @property
     def summary(self) -> str:

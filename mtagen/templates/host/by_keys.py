@@ -67,3 +67,22 @@ def _add(total: torch.Tensor, x: torch.Tensor, factor: float, adds: bool) -> Non
 def _of_keys(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """The gradient (B, Hkv, Nk, d) of keys, from that of their copies (B, H, Nk, d) for each head of queries."""
     return x if x.shape[1] == kv_heads else x.view(len(x), kv_heads, -1, *x.shape[2:]).sum(2)
+
+
+def _head_parts(group: int, rows: int, short: int, ctas: int, enough: int) -> int:
+    """The number of equal parts into which the heads of a group are divided, so that several CTAs sum over their rows.
+
+    Args:
+        group: the number of heads.
+        rows: rows of each.
+        short: the number of rows up to which one CTA sums over all.
+        ctas: CTAs, if the heads are not divided.
+        enough: the number of CTAs that keep all multiprocessors busy.
+    """
+    numbers = (n for n in range(1, group) if group % n == 0 and (n * ctas >= enough or group // n * rows <= short))
+    return next(numbers, group)
+
+
+def _add_parts(gradient: torch.Tensor, sums: torch.Tensor) -> None:
+    """Store the gradient (B, Hkv, Nk, d) of keys, which is the sum of parts (B, Hkv * parts, Nk, d)."""
+    gradient.copy_(_of_keys(sums, gradient.shape[1]))

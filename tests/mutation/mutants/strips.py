@@ -577,6 +577,22 @@ MUTANTS = (
         (f"{EMULATED_CONTRACTIONS}::test_products",),
     ),
     Mutant(
+        "strip-parts-of-heads-stored-as-gradients",
+        f"{TRITON}/strip_batch_host.j2",
+        "        if head_parts > 1:\n            complete_k = n_k\n",
+        "",
+        "Each part of the heads that share a key stores its sum as the gradient.",
+        (f"{CUDA_IN_STRIPS}::test_ctas_of_products",),
+    ),
+    Mutant(
+        "cuda-contraction-parts-of-heads",
+        f"{CUDA}/plane_contraction_product.j2",
+        "part = cta % head_parts",
+        "part = 0",
+        "Sums have the first part of the heads that share a key only.",
+        (f"{EMULATED_CONTRACTIONS}::test_sums_of_strips",),
+    ),
+    Mutant(
         "cuda-contraction-tile-replaced-while-read",
         f"{CUDA}/plane_contraction_product.j2",
         "        if (t >= TILES) barrier_wait(barriers + EMPTY + BARRIER * buffer, (t / TILES - 1) & 1);\n",
