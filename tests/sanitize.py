@@ -65,6 +65,7 @@ CASES = {
         Case((6, 11), 128, 150, heads=4, group=2, stages={"post_mixed_heads": 2}),
         Case((6, 11), 64, 150, heads=4, group=2, stages={"post_mixed_heads": 2}),
         Case(None, 64, 130, stages={"post_kernel": (3, 5)}),
+        Case(None, 128, 520, heads=16, group=16, stages=MIXTURES),  # several CTAs divide the heads of the group
     ),
     "heads": (
         Case(None, 64, 200, heads=16, stages=MIXTURES),
