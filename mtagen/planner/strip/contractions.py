@@ -45,9 +45,7 @@ _WARP_ROWS = 16  # results of a warp
 # L2 keeps the planes of heads that share keys between two products that read them, if the planes have at most this many
 # elements: 24 MiB of 50 on an H200, as measured (benchmarks/notes/strips.md).
 KEPT = 3 * 2**22
-SHORT = (
-    2**13
-)  # rows over which a CTA sums without slowing the launch down: as many as queries of long sequences see keys
+SHORT = 2**13  # rows over which a CTA sums in about as much time as over the keys of a long sequence
 # Products of each pass, in the order of their CTAs in a launch.
 ROLES: Mapping[str, tuple[str, ...]] = {
     "forward": ("outputs",),
@@ -68,7 +66,7 @@ _KERNELS: Mapping[tuple[str, ...], str] = {  # roles of kernels of several produ
 
 
 def contractions(pass_name: str, spec: Spec, target: str) -> tuple[ContractionKernel, ...]:
-    """Return the kernels of a pass, if they fit. For other products of a batch, the host calls cuBLAS."""
+    """Return the kernels of a pass that fit. For other products of a batch, the host calls cuBLAS."""
     roles = ROLES[pass_name]
     # After this product, the plane of shares takes the gradients of probabilities.
     apart = ("grad_values",) if pass_name == "backward" and Stages(spec).post_convolution else ()
@@ -139,7 +137,7 @@ class Contraction:
         return f"n_{axis}", f"summed_{axis}", f"complete_{axis}"
 
     @property
-    def ctas(self) -> Size:
+    def ctas_of_head(self) -> Size:
         """The number of CTAs of a head of keys."""
         block, _ = BLOCKS[self.spec.head_dim]
         return ceiling(KEYS / block) * HEAD_PARTS if self.over_rows else ceiling(COUNT / block) * GROUP
@@ -208,7 +206,7 @@ class ContractionKernel(StripSource):
     @property
     def grid(self) -> tuple[Size, ...]:
         """Heads of keys side by side, their CTAs, and sections of such heads."""
-        heads, ctas = KV_HEADS * (B1 - B0), sum(product.ctas for product in self.products)
+        heads, ctas = KV_HEADS * (B1 - B0), sum(product.ctas_of_head for product in self.products)
         return (TOGETHER, ctas, floor(heads / TOGETHER)) if self.sectioned else (heads, ctas)
 
     @property
@@ -228,7 +226,7 @@ class ContractionKernel(StripSource):
 
     @property
     def enough_ctas(self) -> int:
-        """CTAs of a product from which on heads that share a key are not divided among several."""
+        """The number of CTAs of a product with which heads are not divided, because half of all resident CTAs work."""
         return self.gpu.multiprocessors * self.ctas // 2
 
     @property
