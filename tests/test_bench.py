@@ -187,7 +187,7 @@ def test_short_suite() -> None:
     assert {case.pass_name for case in cases} == set(TRAINING_PASSES)
     assert {case.sizes for case in cases} == {Sizes(1, 16, 16, n, n) for n in (256, 512, 1024, 2048)}
     stages = {(case.spec.kernel, case.spec.mixed_heads, case.spec.post_mixed_heads) for case in cases}
-    assert stages == {(PAPER, None, None), (PAPER, 16, 16), (None, 16, 16), (PAPER, None, 2)}
+    assert stages == {(PAPER, None, None), (PAPER, 16, 16), (None, 16, 16), (PAPER, None, 2), (None, 16, None)}
 
 
 def test_overhead_suite() -> None:

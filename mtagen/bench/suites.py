@@ -183,9 +183,12 @@ def _layer_specs(heads: int, head_dim: int, dtype: DType) -> Iterator[Spec]:
 def _short(
     scale: Scale, head_dims: Sequence[int], lengths: Sequence[int], kernels: Sequence[tuple[int, int] | None]
 ) -> Iterator[Case]:
-    """Yield one sequence: of convolutions, and of each layer of the paper's models except plain attention."""
+    """Yield one sequence: of convolutions, of each layer of the paper's models except plain attention, and of heads
+    that mix before the softmax alone.
+    """
     for head_dim, n in product(head_dims, lengths):
-        *pipelines, _ = _layer_specs(scale.heads, head_dim, scale.dtype)
+        *layers, plain = _layer_specs(scale.heads, head_dim, scale.dtype)
+        pipelines = [*layers, replace(plain, mixed_heads=scale.heads)]
         convolutions = [Spec(kernel, head_dim, dtype=scale.dtype) for kernel in kernels]
         yield from _passes([*convolutions, *pipelines], scale.training(n, batch=1))
 
