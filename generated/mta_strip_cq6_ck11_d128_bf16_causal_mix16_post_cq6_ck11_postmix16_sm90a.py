@@ -1350,11 +1350,10 @@ def _backward(
     key_blocks = -(-division.pitch // 256)
     ctas = division.sequences * kv_heads * key_blocks
     head_parts = _head_parts(group, division.rows, 8192, ctas, 66)
-    sums_keys = len(overlaps) > 1 or head_parts > 1
-    shape = batch, kv_heads * head_parts, n_k, dk.shape[3]
-    sum_k = call.workspace("dk", shape, torch.float32) if sums_keys else None
-    shape = batch, kv_heads * head_parts, n_k, dv.shape[3]
-    sum_v = call.workspace("dv", shape, torch.float32) if sums_keys else None
+    sum_k = sum_v = None
+    if len(overlaps) > 1 or head_parts > 1:
+        shape = batch, kv_heads * head_parts, n_k, 128
+        sum_k, sum_v = (call.workspace(name, shape, torch.float32) for name in ("dk", "dv"))
     sum_q = call.workspace("dq", dq.shape, torch.float32) if len(overlaps) > 1 else None
     all_chunks = triton.cdiv(n_k, 64)
     parts = batch

@@ -7,11 +7,11 @@
 // A slot is a head of a sequence. Elements of a plane that are hidden from a row are zeros, in tiles of
 // which some row sees a key. Other tiles are not read.
 // The heads of a group are divided into `head_parts` parts, with a sum each.
-// Results of queries from `summed_q` on begin with sums of strips before. Those before
-// `complete_q` are stored as sums, to which a later strip adds: (sequences, heads,
+// Results of queries from `summed_q` on begin with sums of strips before. Results
+// before `complete_q` are stored as sums, to which a later strip adds: (sequences, heads,
 // n_q, columns) fp32.
-// Results of keys from `summed_k` on begin with sums of strips before. Those before
-// `complete_k` are stored as sums, to which a later strip adds: (sequences, heads of out * head_parts,
+// Results of keys from `summed_k` on begin with sums of strips before. Results
+// before `complete_k` are stored as sums, to which a later strip adds: (sequences, heads of out * head_parts,
 // n_k, columns) fp32.
 //
 // mta_strip_grad_queries_and_keys_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(together, -(-count // 256) * group + -(-keys // 256) * head_parts, (b1 - b0) * kv_heads // together), 640, 196672>>>
@@ -400,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(640, 1) mta_strip_grad_queries_and_
   // Along x and z of the grid are the heads of keys of all sequences, along y the CTAs of each product.
   const int kv_slot = blockIdx.z * gridDim.x + blockIdx.x;
   int cta = blockIdx.y;
-  // CTAs that sum over more start first: those of dq, or those of dk if a key has more rows than a row has keys.
+  // The CTAs of dq start first, or those of dk if a key has more rows than a row has keys: their sums are the longest.
   const int of_grad_queries = (count + 255) / 256 * group;
   if (group / head_parts * count > keys) cta = (cta + of_grad_queries) % gridDim.y;
 

@@ -5,8 +5,8 @@
 // A slot is a head of a sequence. Elements of a plane that are hidden from a row are zeros, in tiles of
 // which some row sees a key. Other tiles are not read.
 // The heads of a group are divided into `head_parts` parts, with a sum each.
-// Results of keys from `summed_k` on begin with sums of strips before. Those before
-// `complete_k` are stored as sums, to which a later strip adds: (sequences, heads of out * head_parts,
+// Results of keys from `summed_k` on begin with sums of strips before. Results
+// before `complete_k` are stored as sums, to which a later strip adds: (sequences, heads of out * head_parts,
 // n_k, columns) fp32.
 //
 // mta_strip_grad_values_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<((b1 - b0) * kv_heads, -(-keys // 256) * head_parts), 640, 196672>>>

@@ -164,11 +164,12 @@ def launch(
         earlier = sums[:, :, begin + summed :]
         earlier[:] = eighths(*earlier.shape, seed=9)
         results.append(Result(product, out, sums, sums.clone()))
-        given |= {of.plane: planes(product.x, dtype, of.spec, strip), of.y: product.y, of.out: out, of.sums: sums}
+        given |= {of.plane: planes(product.x, dtype, of.spec, strip), of.y: product.y, of.out: out}
+        given |= {of.sums: sums} if of.sums else {}
         given |= dict(zip(of.places, (out.shape[2], begin + summed, begin + complete), strict=True))
         for name in (of.y, of.out):
             given |= {f"{name}_stride_{axis}": given[name].stride(i) for i, axis in enumerate("bhn")}
-    run(kernel, strip, folder, seed, checked=checked, **{name: x for name, x in given.items() if name})
+    run(kernel, strip, folder, seed, checked=checked, **given)
     return results
 
 

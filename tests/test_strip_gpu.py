@@ -130,7 +130,7 @@ def test_accuracy_of_many_strips(case: Case, backend: str) -> None:
 @pytest.mark.parametrize("rows", [1024, 2048])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_one_head_of_keys(head_dim: int, rows: int, backend: str) -> None:
-    """In one strip and in several. CUDA kernels that multiply planes divide the heads that share it among CTAs."""
+    """In one strip and in several. CUDA kernels that multiply planes divide the heads that share the key among CTAs."""
     plan, sizes = build((16, head_dim, "fp16", layer(16, None)), backend).plan, Sizes(1, 16, 1, 2048, 2051)
     for one in plan.strip.values():
         plan = plan.replaced(replace(one, workspace_bytes=len(one.planes) * rows * 2304 * 16 * plan.spec.itemsize))

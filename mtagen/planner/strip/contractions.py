@@ -11,8 +11,8 @@ host adds their sums.
 Strips of a sequence share keys, and with a convolution also rows. A kernel adds their sums in fp32, and stores a result
 that no later strip adds to in the dtype of the tensor.
 
-Rows have 64 or 128 columns. A tile of 128 columns is as large as two of 64, so there a block has twice as many results:
-otherwise kernels would read as many bytes of rows as of the plane. Other head dims stay with cuBLAS.
+Rows have 64 or 128 columns. A tile of 128 columns is as large as two of 64. So its block has twice as many results, and
+kernels read half as many bytes of rows as of the plane in both cases. cuBLAS makes the products of other head dims.
 """
 
 from __future__ import annotations
@@ -137,16 +137,20 @@ class Contraction:
         return f"n_{axis}", f"summed_{axis}", f"complete_{axis}"
 
     @property
+    def block(self) -> int:
+        """Number of results of a CTA."""
+        return BLOCKS[self.spec.head_dim][0]
+
+    @property
     def ctas_of_head(self) -> Size:
         """The number of CTAs of a head of keys."""
-        block, _ = BLOCKS[self.spec.head_dim]
-        return ceiling(KEYS / block) * HEAD_PARTS if self.over_rows else ceiling(COUNT / block) * GROUP
+        return ceiling(KEYS / self.block) * HEAD_PARTS if self.over_rows else ceiling(COUNT / self.block) * GROUP
 
     @property
     def reads_hidden(self) -> HiddenKeys:
         """The hidden keys of the plane that the product reads."""
         # Tiles with keys that only rows after the tile see are read, too.
-        return ALL if self.reach else HiddenKeys(max(BLOCKS[self.spec.head_dim][0], STEP))
+        return ALL if self.reach else HiddenKeys(max(self.block, STEP))
 
     @property
     def legend(self) -> Iterator[str]:
@@ -221,12 +225,12 @@ class ContractionKernel(StripSource):
 
     @property
     def short(self) -> int:
-        """Rows of all heads that share a key, up to which one CTA sums over them."""
+        """The most rows of heads that share a key, if one CTA sums over all of them."""
         return SHORT
 
     @property
     def enough_ctas(self) -> int:
-        """The number of CTAs of a product with which heads are not divided, because half of all resident CTAs work."""
+        """The number of CTAs of a product that keeps half of the GPU busy, so that no heads are divided."""
         return self.gpu.multiprocessors * self.ctas // 2
 
     @property
@@ -237,7 +241,7 @@ class ContractionKernel(StripSource):
     @property
     def block(self) -> int:
         """Number of results of a CTA."""
-        return BLOCKS[self.width][0]
+        return self.products[0].block
 
     @property
     def step(self) -> int:
@@ -313,9 +317,9 @@ class ContractionKernel(StripSource):
             yield f"For ds, a row sees what the next {self.stages.reach} rows see."
         for axis, results in (("q", "queries"), ("k", "keys")):
             if any(product.sums and product.places[0] == f"n_{axis}" for product in self.products):
-                yield f"Results of {results} from `summed_{axis}` on begin with sums of strips before. Those before"
+                yield f"Results of {results} from `summed_{axis}` on begin with sums of strips before. Results"
                 heads = "heads of out * head_parts" if axis == "k" else "heads"
-                yield f"`complete_{axis}` are stored as sums, to which a later strip adds: (sequences, {heads},"
+                yield f"before `complete_{axis}` are stored as sums, to which a later strip adds: (sequences, {heads},"
                 yield f"n_{axis}, columns) fp32."
 
     @property
