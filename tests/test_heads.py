@@ -72,28 +72,57 @@ def test_other_requests_have_strips() -> None:
             candidates(pass_name, BOTH, SM90)
 
 
-def test_a_table_asks_for_them() -> None:
-    made = plan(BOTH, "sm_90a", tables=())
-    assert made["forward"].lowering == "strip"
-    assert "strip: no table names the lowering heads for it" in str(made)
+def test_a_table_decides() -> None:
+    """For this spec alone; the first table that names a lowering does."""
     assert key(BOTH) == "lowering forward causal mix16_postmix16 d64 dv64 bf16"
-    other = Table(SHIPPED, {key(replace(BOTH, dtype="fp16")): {"lowering": "heads"}})
-    assert plan(BOTH, "sm_90a", tables=(other,))["forward"].lowering == "strip"
-    tables = [Table(SHIPPED, {key(BOTH): {"lowering": name}}) for name in ("strip", "heads")]
-    assert plan(BOTH, "sm_90a", tables=tables)["forward"].lowering == "strip"  # the first table decides
+    eight = replace(BOTH, mixed_heads=8, post_mixed_heads=8)
+    for spec, other in ((BOTH, replace(BOTH, dtype="fp16")), (eight, replace(eight, head_dim=48, value_head_dim=48))):
+        by_cost = plan(spec, "sm_90a", tables=())["forward"].lowering
+        for named in ("strip", "heads"):
+            table = Table("by hand", {key(spec): {"lowering": named}})
+            made = plan(spec, "sm_90a", tables=(table, Table(SHIPPED, {key(spec): {"lowering": by_cost}})))
+            assert made["forward"].lowering == named
+            assert plan(other, "sm_90a", tables=(table,)) == plan(other, "sm_90a", tables=())
+            if named == "heads":
+                assert "lowering=heads (by hand)" in str(made)
 
 
 @pytest.mark.parametrize("backend", ["auto", "cuda"])
-def test_the_shipped_table_asks_for_them(backend: Any) -> None:
-    """The backward pass and decode are those of strips, in CUDA."""
-    made = plan(BOTH, "sm_90a", backend)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"window": (300, -1)},
+        {"causal": False},
+        {"dtype": "fp16"},
+        {"post_mixed_heads": 8},
+        {"mixed_heads": None},
+        {"post_mixed_heads": None},
+        {"mixed_heads": 12, "post_mixed_heads": 6},
+        {"head_dim": 16, "value_head_dim": 16},
+    ],
+    ids=str,
+)
+def test_faster_than_strips(changed: dict[str, Any], backend: Any) -> None:
+    """By the cost models. The backward pass and decode are those of strips, in CUDA."""
+    made = plan(replace(BOTH, **changed), "sm_90a", backend, tables=())
     assert [(one.backend, one.plan.lowering) for one in made.passes] == [
         ("cuda", "heads"),
         ("cuda", "strip"),
         ("cuda", "strip"),
     ]
-    assert "lowering=heads (measured)" in str(made)
+    assert "lowering=heads (cost model)" in str(made)
+    assert made["forward"].cost < StripPass(made.spec, "sm_90a", "forward", "cuda").cost
     assert rounds_alike(made["forward"], made["backward"])
+
+
+@pytest.mark.parametrize("changed", [{"mixed_heads": 8, "post_mixed_heads": 8}, {"mixed_heads": 4}], ids=str)
+def test_slower_than_strips(changed: dict[str, Any]) -> None:
+    """Calls may have so few heads that most of a bundle is empty."""
+    made = plan(replace(BOTH, **{"post_mixed_heads": None, **changed}), "sm_90a", tables=())
+    assert made["forward"].lowering == "strip"
+    assert HeadsForward(made.spec, "sm_90a").cost > made["forward"].cost
+    assert "strip: expected to be faster than heads" in str(made)
 
 
 @pytest.mark.parametrize(
@@ -101,18 +130,13 @@ def test_the_shipped_table_asks_for_them(backend: Any) -> None:
     [
         {"packed": True},
         {"dropout": True},
-        {"window": (300, -1)},
-        {"causal": False},
-        {"dtype": "fp16"},
         {"head_dim": 128, "value_head_dim": 128},
         {"kernel": (6, 11)},
         {"sink": True},
-        {"post_mixed_heads": 8},
     ],
     ids=str,
 )
-def test_the_shipped_table_leaves_other_specs_to_strips(changed: dict[str, Any]) -> None:
-    """Some would run, but were not measured."""
+def test_other_specs_have_strips(changed: dict[str, Any]) -> None:
     assert {one.plan.lowering for one in plan(replace(BOTH, **changed), "sm_90a").passes} == {"strip"}
 
 

@@ -100,7 +100,8 @@ def uses() -> dict[str, Use]:
     with mock.patch.object(jinja2.Template, "render", noting):
         for options, target, backend in REQUESTS:
             codegen.render(plan(Spec(**options), target, backend))
-        codegen.render(mixed_on_chip(Spec(None, 64, mixed_heads=16)))
+        for after in (None, 16):
+            codegen.render(mixed_on_chip(Spec(None, 64, mixed_heads=16, post_mixed_heads=after)))
     return found
 
 

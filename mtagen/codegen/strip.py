@@ -212,7 +212,8 @@ def _passed(module: StripModule, pass_name: str) -> tuple[list[str], list[str]]:
     read = [*weights, *(x.name for x in (*spec.tables("forward"), *spec.checked_arguments))]
     tensors = ["q", "by_head", "v", *([] if spec.kernel else ["weight"])] if fuses else ["q", "k", "v"]
     if pass_name == "backward":
-        tensors, read = ["grad_out", "grad_lse", *tensors], [*read, *(["unmixed"] if fuses else []), "lse"]
+        outputs = ["unmixed"] if fuses else ["out"] if module.reads_outputs else []
+        tensors, read = ["grad_out", "grad_lse", *tensors], [*read, *outputs, "lse"]
     options = ["deterministic"] if pass_name == "backward" and fuses else []
     longest = ["max_k"] if spec.packed and not fuses else []
     return [*tensors, *read, *documents, *seed], ["scale", *longest, *dropout_p, *options]

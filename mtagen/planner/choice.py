@@ -5,10 +5,10 @@ lowering "lift" (:mod:`.lift`) and ``cuda`` the lowering "tile" (:mod:`.tile`). 
 with a function of scores before the convolution, or with a convolution and a mask that is no
 window, both use the lowering "strip" (:mod:`.strip`), except that "lift" has functions before the
 convolution that add terms by distance (:mod:`.lift.bias`); ``cuda`` has kernels for most roles there,
-and Triton's kernels do the rest. If a table says so, ``cuda`` mixes heads on the chip in the
-forward pass, by the lowering "heads" (:mod:`.heads`). If "tile" cannot fuse a backward pass,
-because its head dims are too wide or differ, ``cuda`` uses strips where it has the kernels.
-``torch`` runs tiled PyTorch ops.
+and Triton's kernels do the rest. If heads only mix, ``cuda`` mixes them on the chip in the forward pass,
+by the lowering "heads" (:mod:`.heads`), where that is expected to be faster. If "tile" cannot fuse a
+backward pass, because its head dims are too wide or differ, ``cuda`` uses strips where it has the
+kernels. ``torch`` runs tiled PyTorch ops.
 
 Where both ``cuda`` and ``triton`` can do a pass, ``auto`` takes the one that is expected to be
 faster, and CUDA where they are close. The expected ratio of times is measured if a table
@@ -68,7 +68,7 @@ class Lowering(Protocol):
 def lowerings(backend: str, spec: Spec) -> Mapping[str, Lowering]:
     """Return a backend's lowerings for a spec by name.
 
-    The first that has candidates makes a pass, unless a table names the lowering "heads".
+    The first that has candidates makes a pass, unless the lowering "heads" is faster.
     """
     if backend not in GENERATED:
         return {"tiled ops": torch_ops}
@@ -163,7 +163,8 @@ def plan_pass(choice: Choice, spec: Spec, target: Target, tables: Sequence[Table
     plan, sources = _heads(choice, spec, target, tables), {}
     plan = plan or candidates(choice.backend, choice.pass_name, spec, target)[0]
     for key in plan.decisions():
-        sources[key] = COST_MODEL if len(plan.alternatives(key)) > 1 else ONLY_ONE
+        has_others = key == heads.key(spec) or len(plan.alternatives(key)) > 1
+        sources[key] = COST_MODEL if has_others else ONLY_ONE
         for table in tables:
             if fields := table.decisions.get(key):
                 try:
@@ -176,17 +177,20 @@ def plan_pass(choice: Choice, spec: Spec, target: Target, tables: Sequence[Table
 
 
 def _heads(choice: Choice, spec: Spec, target: Target, tables: Sequence[Table]) -> PassPlan | None:
-    """Return the plan of the lowering "heads" if a table says that it is faster than strips, and it
-    has one.
+    """Return the plan of the lowering "heads" if it has one, and a table or else the cost model says that it is faster
+    than strips.
     """
-    key = heads.key(spec)
-    named = next((table.decisions[key] for table in tables if key in table.decisions), None)
-    if (choice.pass_name, choice.backend) != ("forward", "cuda") or named != heads.FIELDS:
+    if (choice.pass_name, choice.backend) != ("forward", "cuda"):
         return None
     try:
-        return heads.candidates(choice.pass_name, spec, target)[0]
-    except PlanError:  # the table may be that of another target
+        plan = heads.candidates(choice.pass_name, spec, target)[0]
+    except PlanError:
         return None
+    key = heads.key(spec)
+    named = next((table.decisions[key] for table in tables if key in table.decisions), None)
+    if named is None:
+        return plan if plan.cost < candidates(choice.backend, choice.pass_name, spec, target)[0].cost else None
+    return plan if named == heads.FIELDS else None
 
 
 def choose_backends(

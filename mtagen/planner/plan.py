@@ -214,7 +214,7 @@ class Plan:
         for reason in dict.fromkeys(why_unfused(spec, strip.backend) for strip in self.strip.values()):
             rows += [("choice", "lowering", f"strip: {reason}")] if reason else []
         if spec.mixed and "forward" in self.strip and self.strip["forward"].backend == "cuda":
-            reason = why_not_forward(spec, get_target(self.target)) or "no table names the lowering heads for it"
+            reason = why_not_forward(spec, get_target(self.target)) or "expected to be faster than heads"
             rows.append(("choice", "forward lowering", f"strip: {reason}"))
         forward = pipeline_stencil(spec)
         backward = forward.then(forward.adjoint())

@@ -30,6 +30,7 @@ BOTH = Spec(None, 64, mixed_heads=16, post_mixed_heads=16, dtype="fp16")  # the 
 CASES: dict[str, Spec] = {
     "before and after": BOTH,
     "before, full, fp16": Spec(None, 32, mixed_heads=16, causal=False, dtype="fp16"),
+    "before, wide values, a window": Spec(None, 16, 48, mixed_heads=16, window=(12, -1), dtype="fp16"),
     "after, wide values": Spec(None, 16, 48, post_mixed_heads=16, dtype="fp16"),
     "4 heads before, 16 after, a window": Spec(
         None, 48, 32, mixed_heads=4, post_mixed_heads=16, window=(12, -1), dtype="fp16"
@@ -56,15 +57,17 @@ def build(
     chunks: int | None = None,
     patch: pytest.MonkeyPatch | None = None,
 ) -> AttentionOp:
-    """The op with emulated kernels. If ``chunks`` is given, both kernels divide keys into that many chunks."""
+    """The op with emulated kernels. If ``chunks`` is given, all kernels divide keys into that many chunks."""
     made = retiled(mixed_on_chip(spec), workspace_bytes=workspace_bytes)
     assert made["backward"].planes == PLANES
     load_emulated(made, folder, seed, checked=checked)
     if chunks is not None:
         assert patch
         host = load_host(made, render(made), "backward")
-        patch.setattr(host, "_chunks", lambda *_: chunks)
-        patch.setattr(host, "_balanced_chunks", lambda *_: chunks)
+        divisions = {"_chunks", "_balanced_chunks"} & vars(host).keys()  # `delta` alone has _chunks
+        assert "_balanced_chunks" in divisions
+        for name in divisions:
+            patch.setattr(host, name, lambda *_: chunks)
     return assemble(made, torch_on_cpu=False)
 
 
@@ -77,7 +80,9 @@ def test_accurate(spec: Spec, folder: Path) -> None:
     assert not problems.failures(op, spec, problems.random(spec, Sizes(3, 16, 16, 1, 1)))
 
 
-@pytest.mark.parametrize("name", ["before and after", "16 heads before, 2 after, a window on both sides"])
+@pytest.mark.parametrize(
+    "name", ["before and after", "before, full, fp16", "16 heads before, 2 after, a window on both sides"]
+)
 def test_several_strips_and_chunks(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strips of 128 rows; three chunks of keys, some of which are empty."""
     op = build(CASES[name], folder, workspace_bytes=2**10, chunks=3, patch=monkeypatch)
@@ -93,17 +98,20 @@ def test_keys_that_products_do_not_read(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", ["before and after", "4 heads before, 16 after, a window"])
+@pytest.mark.parametrize(
+    "name", ["before and after", "before, wide values, a window", "4 heads before, 16 after, a window"]
+)
 def test_no_races(name: str, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies come early, then late. Buffers are used again."""
     op = build(CASES[name], folder, seed, checked=True, chunks=1, patch=monkeypatch)
     assert not problems.failures(op, op.plan.spec, problems.random(op.plan.spec, Sizes(1, 16, 8, 40, 150)))
 
 
-def test_strided(folder: Path) -> None:
+@pytest.mark.parametrize("spec", [BOTH, replace(BOTH, post_mixed_heads=None)], ids=["before and after", "before"])
+def test_strided(spec: Spec, folder: Path) -> None:
     """Queries, keys, values and gradients of outputs whose heads alternate."""
-    op = build(BOTH, folder)
-    inputs = Sampler.for_checks(BOTH, Sizes(1, 16, 4, 37, 37), torch.device("cpu")).inputs()
+    op = build(spec, folder)
+    inputs = Sampler.for_checks(spec, Sizes(1, 16, 4, 37, 37), torch.device("cpu")).inputs()
     weights = inputs.options(inputs.named)
 
     def gradients(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
@@ -116,7 +124,9 @@ def test_strided(folder: Path) -> None:
         assert torch.equal(ours, expected)
 
 
-@pytest.mark.parametrize("name", ["before and after", "4 heads before, 16 after, a window"])
+@pytest.mark.parametrize(
+    "name", ["before and after", "before, wide values, a window", "4 heads before, 16 after, a window"]
+)
 def test_hidden_numbers(name: str, folder: Path) -> None:
     """Hidden keys, rows and gradients change no bit of other gradients."""
     spec = CASES[name]

@@ -6,8 +6,8 @@ warps that own rows exchange each tile through shared memory. Probabilities that
 softmax need the sums of their rows first, so one kernel sums exponentials, and a second one
 computes outputs.
 
-A table must name this lowering, because no cost model compares it with strips, whose time depends on
-memory. ``benchmarks/notes/strips.md`` has the measured times. Otherwise strips make the forward pass.
+A table may name this lowering or strips. Otherwise their costs decide (:mod:`..choice`), for the fewest heads that a
+call may have, because bundles that are not full take as long. ``benchmarks/notes/strips.md`` has measured times.
 
 The backward pass is that of strips, whose kernels may mix heads on the chip, too
 (:mod:`..strip.on_chip_gradients`). It takes log-sum-exps of scores that both lowerings round alike:
@@ -38,6 +38,7 @@ from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
 from .kernels import PARTS, HeadsKernel, OutputsKernel, StatisticsKernel
 
 FIELDS: Fields = {"lowering": "heads"}  # of the decision for this lowering
+_BUSY = 0.64  # fraction of the time in which shared memory is busy (``benchmarks/notes/strips.md``)
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,9 @@ class HeadsForward(PassPlan):
 
     @property
     def cost(self) -> float:
-        """Modelled multiprocessor cycles per score: those of shared memory, if bundles are full."""
+        """Modelled multiprocessor cycles per score: those of shared memory, in calls of the fewest heads."""
         moved = sum(source.moved for source in self.cuda.values())
-        return moved * MAX_HEADS / Stages(self.spec).heads / SHARED_BYTES_PER_CYCLE
+        return moved * MAX_HEADS / Stages(self.spec).closed_heads / (_BUSY * SHARED_BYTES_PER_CYCLE)
 
     def decisions(self) -> Mapping[str, Fields]:
         return {key(self.spec): FIELDS}

@@ -149,6 +149,11 @@ class StripModule:
         return self.has("backward") and self["backward"].on_chip
 
     @property
+    def reads_outputs(self) -> bool:
+        """Whether a kernel of the backward pass reads outputs."""
+        return any(isinstance(source, GradScoresKernel) and source.reads_outputs for source in self.cuda.values())
+
+    @property
     def block_d(self) -> int:
         """Head dim, padded as on chip."""
         return block_dim(self.spec.head_dim)

@@ -4,6 +4,9 @@ Both compute scores and gradients of shares, the probabilities after all stages,
 gradients of outputs, tile by tile. The first one sums products of probabilities with their gradients, for all rows of a
 call. The second one fills two planes of a strip: gradients of scores, and shares. The kernels of ``contractions.py``,
 or cuBLAS's, multiply these planes by queries, keys and gradients of outputs.
+
+If nothing is mixed after the softmax, these sums are products of outputs with their gradients. Then there is no first
+kernel.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import ClassVar
 import sympy
 from sympy import ceiling
 
+from ...spec import Spec
 from ..cuda.memory import SharedMap
 from ..geometry.affine import N_Q, Size
 from ..kernel import Argument, Buffer, Kernel, numbers, reads, writes
@@ -70,6 +74,11 @@ class OnChipGradient(OnChip, StripSource):
         return (*read, *self.pointers, *(stride for tensor in _TENSORS for stride in self.strides(tensor)))
 
     @property
+    def reads_outputs(self) -> bool:
+        """Whether the sums of products are computed from outputs, and subtracted from products with values."""
+        return False
+
+    @property
     def numbers_of_sums(self) -> int:
         """Numbers that each head of a row has for a chunk of keys: the sum of products, and that of probabilities
         if the backward pass normalises them again.
@@ -94,7 +103,7 @@ class OnChipGradient(OnChip, StripSource):
                 ("SCORES", self.pairs * self.pair, 32),
                 ("SHIFTS", self.rows * NUMBERS, 16),
                 ("DOTS", self.rows * NUMBERS if self.dots else 0, 16),
-                ("BARRIERS", 2 * self.pairs * BARRIER, BARRIER),
+                ("BARRIERS", (2 * self.pairs + self.reads_outputs) * BARRIER, BARRIER),
             )
         )
 
@@ -161,17 +170,24 @@ class GradScoresKernel(OnChipGradient):
     def legend(self) -> Iterator[str]:
         shares = "N P" if self.stages.post_mix else "P"
         gradient = "M^T P (dP - dots)" if self.stages.mix else "P (dP - dots)"
-        yield "dots = the sums of P dP over all keys, less grad_lse; a null grad_lse stands for zeros,"
+        outputs = " = grad_out . out" if self.reads_outputs else ""
+        yield f"dots = the sums of P dP over all keys{outputs}, less grad_lse; a null grad_lse stands for zeros,"
         yield f"shares = {shares}, dx = {gradient}."
         yield "A strip has the queries first <= i < first + count of the sequences from b0 on, and `keys` keys, which"
         yield "are the first ones of k and v; positions count from them. Planes [slot, row, key] have rows that are"
-        yield "`pitch` elements apart. `chunks` is that of delta; `parts` CTAs divide the keys of a block of rows."
+        delta = "" if self.reads_outputs else "`chunks` is that of delta; "
+        yield f"`pitch` elements apart. {delta}`parts` CTAs divide the keys of a block of rows."
         yield "Each CTA adds its part of a matrix's gradient to sums of its own, which the caller sets to zero first:"
         yield "(bundles of heads, PROGRAMS, 16, 16) fp32."
 
     @property
+    def reads_outputs(self) -> bool:
+        return self.stages.post_mix is None
+
+    @property
     def pointers(self) -> tuple[Argument, ...]:
-        read = (*reads("float", "grad_lse", optional=True), *reads("float", "delta"))
+        sums = reads("Element", "out") if self.reads_outputs else reads("float", "delta")
+        read = (*reads("float", "grad_lse", optional=True), *sums)
         return (*read, *writes("Element", *PLANES), *writes("float", *self.stages.matrix_partials))
 
     @property
@@ -210,9 +226,12 @@ class GradScoresKernel(OnChipGradient):
     @property
     def kernel(self) -> Kernel:
         lengths = numbers("int", "count", "keys", "off", "first", "pitch", "n_q", "n_heads", "group", "b0")
-        chunks = numbers("int", CHUNKS.name, PARTS.name)
+        chunks = numbers("int", *(() if self.reads_outputs else (CHUNKS.name,)), PARTS.name)
         grid = self.blocks * self.bundles * PARTS
         return self._kernel((*self.arguments, *lengths, *chunks, *numbers("float", "scale")), grid)
 
 
-KERNELS = (DeltaKernel, GradScoresKernel)
+def on_chip_kernels(spec: Spec, target: str) -> tuple[OnChipGradient, ...]:
+    """Return the kernels of a spec's backward pass, in the order of their launches."""
+    scores = GradScoresKernel(spec, target)
+    return (scores,) if scores.reads_outputs else (DeltaKernel(spec, target), scores)

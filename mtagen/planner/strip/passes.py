@@ -20,7 +20,7 @@ from .cuda import cuda_sources, fastest
 from .hidden import HiddenKeys, hidden_keys
 from .kernels import SUMS, around_fused, strip_kernels
 from .on_chip import why_not
-from .on_chip_gradients import KERNELS, PLANES
+from .on_chip_gradients import PLANES, on_chip_kernels
 from .row_shared import MAX_HEADS
 from .source import Form, StripSource
 from .stages import Stages
@@ -121,7 +121,7 @@ class StripPass(PassPlan):
             return {self.pass_name: self.fused}  # a forward pass never splits its keys: no kernel adds up splits
         products = {source.role: source for source in contractions(self.pass_name, self.spec, self.target)}
         if self.on_chip:
-            sources: dict[str, StripSource] = {kind.role: kind(self.spec, self.target) for kind in KERNELS}
+            sources: dict[str, StripSource] = {one.role: one for one in on_chip_kernels(self.spec, self.target)}
         else:
             sources = {source.role: source for source in cuda_sources(self.spec, self.target, self.pass_name)}
             sources |= {role: replace(sources[role], form=form) for role, form in self.forms}
