@@ -31,6 +31,7 @@ from .measure.timing import time_call
 from .ops.attention import assemble
 from .planner import Backend, Plan, plan
 from .planner.choice import GENERATED
+from .planner.heads import passes as heads
 from .planner.lift.decode import DECODE_ROLES
 from .planner.lift.passes import LiftPass
 from .planner.passes import PASSES, Fields, PassPlan, describe
@@ -220,12 +221,13 @@ def _plans(spec: Spec, target: str, backends: Sequence[Backend], tables: Sequenc
 
 def candidates_of(base: Plan, limit: int) -> Iterator[Candidate]:
     """Yield each decision of a plan and its cheapest alternatives, in the first pass that has the
-    decision.
+    decision. The lowering of mixed heads is no candidate, because plans by strips lack that decision.
     """
     passes: dict[str, PassPlan] = {}
     for planned_pass in base.passes:
         pass_plan = planned_pass.plan
         passes |= {key: pass_plan for key in pass_plan.decisions() if key not in passes}
+    passes.pop(heads.key(base.spec), None)
     for key, planned in passes.items():
         for option in dict.fromkeys([planned, *planned.alternatives(key)[:limit]]):
             yield Candidate(key, base.decided(key, option.decisions()[key]), option.pass_name)

@@ -1,4 +1,4 @@
-"""Plans that mix heads on the chip, which a table asks for."""
+"""Plans that mix heads on the chip, as a table says."""
 
 from __future__ import annotations
 

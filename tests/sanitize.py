@@ -70,6 +70,7 @@ CASES = {
     "heads": (
         Case(None, 64, 200, heads=16, stages=MIXTURES),
         Case(None, 64, 333, heads=16, group=4, stages=MIXTURES),
+        Case(None, 64, 233, heads=16, group=2, stages={"mixed_heads": 16}),
     ),
 }
 

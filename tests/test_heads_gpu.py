@@ -25,6 +25,7 @@ pytestmark = [
 CUDA = torch.device("cuda")
 CASES: dict[str, tuple[int, Spec]] = {  # heads of queries
     "before and after": (16, Spec(None, 64, mixed_heads=16, post_mixed_heads=16)),
+    "before": (32, Spec(None, 64, mixed_heads=16)),
     "before, all keys, fp16": (16, Spec(None, 64, mixed_heads=16, causal=False, dtype="fp16")),
     "after": (32, Spec(None, 64, post_mixed_heads=16)),
     "12 heads, wide values": (12, Spec(None, 48, 64, mixed_heads=12, post_mixed_heads=6)),
@@ -63,7 +64,7 @@ def test_bit_reproducible(heads: int, spec: Spec) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, op(**tensors, return_lse=True), strict=True))
 
 
-@pytest.mark.parametrize("name", ["before and after", "a window"])
+@pytest.mark.parametrize("name", ["before and after", "before", "a window"])
 def test_hidden_numbers(name: str) -> None:
     heads, spec = CASES[name]
     assert not hidden.training_failures(build(spec), 700, 721, 400, "cuda", heads)

@@ -41,6 +41,7 @@ CUDA_CASES: list[Any] = [
     pytest.param("sm_89", EVERYTHING, marks=pytest.mark.sweep),  # the machine code of sm_80
     pytest.param("sm_90a", EVERYTHING | {"causal": False, "dtype": "fp16"}, marks=pytest.mark.sweep),
     ("sm_90a", MIXED),
+    ("sm_90a", {"kernel": None, "mixed_heads": 16}),
     ("sm_90a", TEN_HEADS | {"dtype": "fp16"}),
     pytest.param("sm_90a", {"kernel": (16, 16), "post_kernel": (3, 3), "post_mixed_heads": 2}, marks=pytest.mark.sweep),
     pytest.param("sm_90a", EVERYTHING | {"window": (1023, -1)}, marks=pytest.mark.sweep),

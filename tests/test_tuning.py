@@ -62,6 +62,13 @@ def test_candidates_differ_from_the_plan_in_one_decision(backend: str) -> None:
             assert one.cost > 0
 
 
+def test_the_lowering_of_mixed_heads_is_not_tuned() -> None:
+    """It would be timed alone, and win."""
+    base = plan(Spec(None, 64, mixed_heads=16), TARGET, "cuda")
+    assert base["forward"].lowering == "heads"
+    assert {one.key for one in candidates_of(base, 3)} == {*base["backward"].decisions(), *base["decode"].decisions()}
+
+
 def test_candidates_of_strips() -> None:
     """A kernel that forward and backward share is timed once, in the forward pass, and varied in both."""
     base = plan(LAYER, TARGET, "cuda")

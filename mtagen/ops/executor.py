@@ -125,7 +125,7 @@ class Executor:
                 v,
                 *self._as_kernels_take(call),
                 *mask_tables.of_call(self.spec, call, "backward", kernels.tables),
-                out,
+                out.contiguous(),
                 lse,
                 call.scale,
                 *_as_passed(documents),

@@ -213,9 +213,9 @@ class Plan:
             ]
         for reason in dict.fromkeys(why_unfused(spec, strip.backend) for strip in self.strip.values()):
             rows += [("choice", "lowering", f"strip: {reason}")] if reason else []
-        if spec.mixed and "forward" in self.strip and self.strip["forward"].backend == "cuda":
-            reason = why_not_forward(spec, get_target(self.target)) or "expected to be faster than heads"
-            rows.append(("choice", "forward lowering", f"strip: {reason}"))
+        strips = self.strip.get("forward")
+        if spec.mixed and strips and strips.backend == "cuda":
+            rows.append(("choice", "forward lowering", f"strip: {_why_not_heads(strips)}"))
         forward = pipeline_stencil(spec)
         backward = forward.then(forward.adjoint())
         for name, stencil in (("forward", forward), ("backward", backward)):
@@ -237,6 +237,14 @@ class Plan:
             lines.append(f"    {name:<{width}}  {value}")
             section = head
         return "\n".join(lines)
+
+
+def _why_not_heads(strips: StripPass) -> str:
+    """Return the reason why strips make the forward pass of heads that mix, instead of the lowering "heads"."""
+    if reason := why_not_forward(strips.spec, get_target(strips.target)):
+        return reason
+    is_faster = strips.cost <= HeadsForward(strips.spec, strips.target).cost
+    return "expected to be faster than heads" if is_faster else "a table names it"
 
 
 def _stages(spec: Spec) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import hidden
@@ -14,6 +16,7 @@ from host_functions import retiled
 from on_chip import mixed_on_chip
 from torch import Tensor
 
+import mtagen
 from mtagen import Spec
 from mtagen.codegen import render
 from mtagen.measure.cases import Sizes
@@ -105,6 +108,26 @@ def test_no_races(name: str, seed: int, folder: Path, monkeypatch: pytest.Monkey
     """Copies come early, then late. Buffers are used again."""
     op = build(CASES[name], folder, seed, checked=True, chunks=1, patch=monkeypatch)
     assert not problems.failures(op, op.plan.spec, problems.random(op.plan.spec, Sizes(1, 16, 8, 40, 150)))
+
+
+@pytest.mark.parametrize("spec", [BOTH, replace(BOTH, post_mixed_heads=None)], ids=["before and after", "before"])
+def test_large_gradients(spec: Spec, folder: Path) -> None:
+    """Gradients of log-sum-exps, and differences between gradients of probabilities, may exceed fp16's range."""
+    inputs = Sampler.for_checks(spec, Sizes(1, 16, 16, 32, 256), torch.device("cpu")).inputs()
+    weights = inputs.options(inputs.named)
+    grad_out, values = torch.zeros_like(inputs.q), inputs.v.clone()
+    grad_out[..., 0], values[..., 0] = 40_000.0, 1.0
+    values[:, :, ::16, 0] = -1.0
+
+    def gradients(attention: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype) -> list[Tensor]:
+        q, k, v = (x.to(dtype).detach().requires_grad_() for x in (inputs.q, inputs.k, values))
+        options = {name: x.to(torch.promote_types(dtype, torch.float32)) for name, x in weights.items()}
+        out, lse = attention(q, k, v, **options, return_lse=True)
+        return [*torch.autograd.grad([out, lse], [q, k], [grad_out.to(dtype), torch.full_like(lse, 1e5)])]
+
+    ours = gradients(build(spec, folder), torch.float16)
+    for grad, expected in zip(ours, gradients(partial(mtagen.reference, causal=True), torch.float64), strict=True):
+        assert (grad - expected).norm() < 0.01 * expected.norm() < torch.inf
 
 
 @pytest.mark.parametrize("spec", [BOTH, replace(BOTH, post_mixed_heads=None)], ids=["before and after", "before"])

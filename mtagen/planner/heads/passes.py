@@ -108,7 +108,7 @@ class HeadsForward(PassPlan):
 
 
 def key(spec: Spec) -> str:
-    """Return the key by which a table says that the forward pass of a spec mixes heads on the chip."""
+    """Return the key by which a table names the lowering of the forward pass of a spec: this one, or strips."""
     shape = f"{Mask.of(spec).name} {other_stages(spec)} d{spec.head_dim} dv{spec.value_head_dim}"
     return f"lowering forward {shape} {spec.dtype}"
 

@@ -75,7 +75,7 @@ class OnChipGradient(OnChip, StripSource):
 
     @property
     def reads_outputs(self) -> bool:
-        """Whether the sums of products are computed from outputs, and subtracted from products with values."""
+        """Whether sums of P dP are products of outputs with their gradients, with which products with values begin."""
         return False
 
     @property
@@ -103,6 +103,7 @@ class OnChipGradient(OnChip, StripSource):
                 ("SCORES", self.pairs * self.pair, 32),
                 ("SHIFTS", self.rows * NUMBERS, 16),
                 ("DOTS", self.rows * NUMBERS if self.dots else 0, 16),
+                ("BEGINNINGS", self.rows * NUMBERS if self.reads_outputs else 0, 16),
                 ("BARRIERS", (2 * self.pairs + self.reads_outputs) * BARRIER, BARRIER),
             )
         )

@@ -182,11 +182,19 @@ MUTANTS = (
         (f"{ON_CHIP_GRADIENTS}::test_no_races[before, wide values, a window-0]",),
     ),
     Mutant(
-        "on-chip-adds-gradients-of-sums",
+        "on-chip-large-differences",
+        f"{CUDA}/heads_backward_pieces.j2",
+        '"0.5f" if plan.reads_outputs',
+        '"1.f" if plan.reads_outputs',
+        "Differences between gradients of probabilities exceed the range of fp16.",
+        (f"{ON_CHIP_GRADIENTS}::test_large_gradients[before]",),
+    ),
+    Mutant(
+        "on-chip-sums-with-the-wrong-sign",
         f"{CUDA}/heads_grad_scores.cu.j2",
-        "sums[n] -= grad_lse[block.result(r, head, n_heads)];",
-        "sums[n] += grad_lse[block.result(r, head, n_heads)];",
-        "If heads mix before the softmax only, gradients of log-sum-exps have the wrong sign.",
+        "__float_as_uint(-sums[n])",
+        "__float_as_uint(sums[n])",
+        "If heads mix before the softmax only, sums of rows are added to gradients of probabilities.",
         (f"{ON_CHIP_GRADIENTS}::test_accurate[before, wide values, a window]",),
     ),
     Mutant(
