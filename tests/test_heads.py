@@ -73,7 +73,8 @@ def test_other_requests_have_strips() -> None:
 
 
 def test_a_table_decides() -> None:
-    """For this spec alone; the first table that names a lowering does."""
+    """For this spec alone; the first table that names a lowering does. The shipped table names "heads" for one op."""
+    assert "lowering=heads (measured)" in str(plan(BOTH, "sm_90a"))
     assert key(BOTH) == "lowering forward causal mix16_postmix16 d64 dv64 bf16"
     eight = replace(BOTH, mixed_heads=8, post_mixed_heads=8)
     for spec, other in ((BOTH, replace(BOTH, dtype="fp16")), (eight, replace(eight, head_dim=48, value_head_dim=48))):
