@@ -474,7 +474,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_post_mix_cq6_
   extern __shared__ __align__(16) float shared[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const Place place(count, b0, n_heads);
-  const u32 ring = shared_address(shared) + SUMS + warp * DEPTH * SLOT;
+  const u32 base = shared_address(shared), ring = base + SUMS + warp * DEPTH * SLOT;
   const Mixture<Score, 16, false> mix(post_head_weight, place.first_head, place.heads, lane);
 
   auto mix_row = [&](int r) {

@@ -474,20 +474,22 @@ struct HeadProducts {
   }
 
   // Adds the sums of WARPS warps, which all call this, times a factor, to a matrix (16, 16). `thread` counts their
-  // threads, and `shared` has room for 256 floats per warp.
+  // threads, and `shared` is the address of 256 floats per warp.
   template <int WARPS>
-  DEVICE void add_to(float* matrix, float factor, float* shared, int thread) const {
+  DEVICE void add_to(float* matrix, float factor, u32 shared, int thread) const {
+    constexpr int FLOAT = sizeof(float);
     const int warp = thread >> 5, lane = thread & 31;
     named_barrier(1, 32 * WARPS);
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const int out = (lane >> 2) + 8 * (e >> 1 & 1), in = 8 * (e >> 2) + 2 * (lane & 3) + (e & 1);
-      shared[warp * 256 + out * 16 + in] = sums[e];
+    for (int e = 0; e < 8; e += 2) {
+      const int out = (lane >> 2) + 8 * (e >> 1 & 1), in = 8 * (e >> 2) + 2 * (lane & 3);
+      store_shared(shared + FLOAT * (warp * 256 + out * 16 + in), __float_as_uint(sums[e]),
+                   __float_as_uint(sums[e + 1]));
     }
     named_barrier(1, 32 * WARPS);
     for (int i = thread; i < 256; i += 32 * WARPS) {
       float sum = 0.f;
-      for (int w = 0; w < WARPS; ++w) sum += shared[w * 256 + i];
+      for (int w = 0; w < WARPS; ++w) sum += __uint_as_float(load_shared(shared + FLOAT * (w * 256 + i)));
       matrix[i] += sum * factor;
     }
   }
@@ -672,7 +674,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
   const Mixture<Element, 16, true> adjoint(head_weight, place.first_head, place.heads, lane);
   HeadProducts<Element> products;
 
-  const u32 ring = shared_address(shared) + SUMS + warp * DEPTH * SLOT;
+  const u32 base = shared_address(shared), ring = base + SUMS + warp * DEPTH * SLOT;
   const LaneFunctions<ScoreGradient> score_functions(place.first_head, lane);
   for (int r = place.number; r < count; r += PROGRAMS) {
     const Sequence sequence(place.b, r, 1, count, keys, off, first);
@@ -763,5 +765,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
 
   const int bundles = (n_heads + HEADS - 1) / HEADS;
   const long long sums = (static_cast<long long>(b0) * bundles + place.bundle) * PROGRAMS + place.number;
-  products.add_to<WARPS>(mix_partial + sums * 256, 1.f / SCORE_SCALE, shared, threadIdx.x);
+  products.add_to<WARPS>(mix_partial + sums * 256, 1.f / SCORE_SCALE, base, threadIdx.x);
 }

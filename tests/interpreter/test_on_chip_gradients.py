@@ -110,6 +110,14 @@ def test_no_races(name: str, seed: int, folder: Path, monkeypatch: pytest.Monkey
     assert not problems.failures(op, op.plan.spec, problems.random(op.plan.spec, Sizes(1, 16, 8, 40, 150)))
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", ["before and after", "before, wide values, a window"])
+def test_no_races_in_empty_chunks(name: str, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row warps that have no keys do not wait for head warps."""
+    op = build(CASES[name], folder, seed, checked=True, chunks=3, patch=monkeypatch)
+    assert not problems.failures(op, op.plan.spec, problems.random(op.plan.spec, Sizes(1, 16, 8, 40, 40)))
+
+
 @pytest.mark.parametrize("spec", [BOTH, replace(BOTH, post_mixed_heads=None)], ids=["before and after", "before"])
 def test_large_gradients(spec: Spec, folder: Path) -> None:
     """Gradients of log-sum-exps, and differences between gradients of probabilities, may exceed fp16's range."""

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "hopper.cuh"
 #include "ptx.cuh"
 #include "rows.cuh"
 
@@ -50,4 +51,19 @@ DEVICE void load_numbers(float (&x)[4], u32 at) {
 DEVICE void store_numbers(u32 at, const float (&x)[4], int lane) {
   if (lane >= 4) return;
   store_shared(at, __float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+}
+
+// ---- Arrivals of warps at barriers ----------------------------------------------------------------------------------
+//
+// One lane arrives for its warp, after __syncwarp. compute-sanitizer's racecheck does not know what __syncwarp orders,
+// so it is given kernels compiled with EVERY_LANE_ARRIVES.
+#ifdef EVERY_LANE_ARRIVES
+constexpr int WARP_ARRIVALS = 32;
+#else
+constexpr int WARP_ARRIVALS = 1;
+#endif
+
+// Every lane of a warp calls it.
+DEVICE void barrier_arrive_as_warp(u32 barrier, int lane) {
+  if (WARP_ARRIVALS == 32 || lane == 0) barrier_arrive(barrier);
 }

@@ -134,6 +134,14 @@ MUTANTS = (
         (f"{ON_CHIP_GRADIENTS}::test_no_races[before and after-1]",),
     ),
     Mutant(
+        "on-chip-fragments-of-empty-chunks",
+        f"{CUDA}/heads_backward_products.j2",
+        "if (tiles == 0) return;",
+        "",
+        "Head warps that have no keys read from tiles where row warps write sums.",
+        (f"{ON_CHIP_GRADIENTS}::test_no_races_in_empty_chunks[before and after-0]",),
+    ),
+    Mutant(
         "on-chip-hidden-planes-keep-memory",
         f"{CUDA}/heads_grad_scores.cu.j2",
         "for (; cleared < unseen.end; ++cleared)",
