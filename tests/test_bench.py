@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -37,7 +37,7 @@ from mtagen.bench.contenders import (
 )
 from mtagen.bench.expressions import expressions, name_expression
 from mtagen.bench.flex import SCORE_MODS
-from mtagen.bench.names import FLEX
+from mtagen.bench.names import BACKENDS, FLEX
 from mtagen.bench.rates import Rates, measure_rates, roofline_ms, useful_flop
 from mtagen.bench.suites import KERNELS, SUITES, suite
 from mtagen.cli import app
@@ -618,24 +618,31 @@ def test_a_plan_that_does_not_fit_is_a_refusal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("forward", "backward", "enters"), [("cuda", "cuda", False), ("triton", "triton", False), ("cuda", "triton", True)]
+    ("forward", "backward", "beside", "enters"),
+    [
+        ("cuda", "cuda", BACKENDS, False),
+        ("triton", "triton", BACKENDS, False),
+        ("cuda", "triton", BACKENDS, True),
+        ("cuda", "cuda", ["mtagen auto", "eager"], True),
+        ("cuda", "cuda", ["mtagen auto", "mtagen cuda"], False),
+    ],
 )
-def test_auto_enters_where_it_mixes_backends(
-    monkeypatch: pytest.MonkeyPatch, forward: str, backward: str, enters: bool
+def test_auto_enters_where_it_equals_no_other(
+    monkeypatch: pytest.MonkeyPatch, forward: str, backward: str, beside: Sequence[str], enters: bool
 ) -> None:
     served = {"forward": forward, "backward": backward, "decode": "triton"}
     spec, target = Spec((2, 3), 64), mtagen.TARGETS["sm_90a"]
     passes = [PlannedPass(candidates(backend, name, spec, target)[0], "a test", ()) for name, backend in served.items()]
     built = SimpleNamespace(plan=SimpleNamespace(passes=passes))
     monkeypatch.setattr(contenders, "build", lambda **_: built)
-    auto = Auto("mtagen auto", CPU, backend="auto")
+    auto = Auto("mtagen auto", CPU, beside)
     assert auto.enters(case()) is enters
-    assert not auto.enters(case("decode"))
+    assert auto.enters(case("decode")) is ("mtagen triton" not in beside)
 
 
 def test_auto_enters_where_it_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contenders, "build", lambda **_: raising(RuntimeError("odd"))())
-    assert Auto("mtagen auto", CPU, backend="auto").enters(case())
+    assert Auto("mtagen auto", CPU).enters(case())
 
 
 # Runs

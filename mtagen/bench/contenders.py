@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -36,7 +36,7 @@ from ..spec import SINK, Spec
 from .authors import authors_attention
 from .expressions import name_expression
 from .flex import SCORE_MODS, flex_op
-from .names import FLEX
+from .names import BACKENDS, FLEX
 from .suites import MAX_MATERIALISED
 
 Attention = Callable[..., Any]  # of a contender's arguments; returns out, or the outs of several calls
@@ -238,14 +238,26 @@ def _in_pages(x: Tensor, table: Tensor, case: Case) -> Tensor:
 
 
 class Auto(Built):
-    """``backend="auto"`` where it trains with two backends: elsewhere it equals another contender."""
+    """``backend="auto"`` where it equals no other contender of the run.
+
+    Args:
+        name: as in the results.
+        device: where it runs.
+        beside: names of the run's contenders. Where a single backend serves ``auto``, the contender of that backend
+            equals it.
+    """
+
+    def __init__(self, name: str, device: torch.device, beside: Collection[str] = BACKENDS) -> None:
+        super().__init__(name, device, backend="auto")
+        self._beside = beside
 
     def enters(self, case: Case) -> bool:
         if not super().enters(case):
             return False
         try:
             passes = self.plan(case).passes
-            return len({one.backend for one in passes if (one.plan.pass_name == "decode") == case.decodes}) > 1
+            first, *others = {one.backend for one in passes if (one.plan.pass_name == "decode") == case.decodes}
+            return bool(others) or f"mtagen {first}" not in self._beside
         except Exception:  # the contender's row will show the error
             return True
 
@@ -670,7 +682,7 @@ def entrants(
     Raises:
         InputError: no such contender on this device.
     """
-    present = {contender.name: contender for contender in _contenders(device, max_materialised)}
+    present = {contender.name: contender for contender in _contenders(device, max_materialised, names or BACKENDS)}
     for name in names:
         if name not in present:
             raise InputError(explain("contender", name, f"is no contender on {device.type}", tuple(present)))
@@ -683,7 +695,7 @@ def entrants(
     return [contender for contender in listed if not isinstance(contender, elsewhere)]
 
 
-def _contenders(device: torch.device, max_materialised: int) -> list[Contender]:
+def _contenders(device: torch.device, max_materialised: int, names: Collection[str]) -> list[Contender]:
     theirs: dict[str, Any] = {"only": _is_a_pipeline, "attention": authors_attention}
     plain = [
         Eager("eager", device, max_materialised),
@@ -706,7 +718,7 @@ def _contenders(device: torch.device, max_materialised: int) -> list[Contender]:
         Built("mtagen triton", device, backend="triton"),
         Paged("mtagen cuda paged", device, backend="cuda"),
         Paged("mtagen triton paged", device, backend="triton"),
-        Auto("mtagen auto", device, backend="auto"),
+        Auto("mtagen auto", device, names),
         Built("mtagen cuda sm_80", device, only=_is_the_papers, backend="cuda", target="sm_80"),
         Built("mtagen triton sm_80", device, only=_is_the_papers, backend="triton", target="sm_80"),
         Built("mtagen triton sm_89", device, only=_is_the_papers, backend="triton", target="sm_89"),

@@ -335,7 +335,7 @@ def overhead_table(results: Results, max_cpu_us: float) -> str:
         if name in rows
     ]
     header = ["kernel", "d", "N", "B", "backend", "ms", "in a CUDA graph, ms", "us to issue a call"]
-    served = ("mtagen auto", *BACKENDS)  # where auto is all of one backend it is no contender; on an H200, CUDA
+    served = ("mtagen auto", *BACKENDS)  # where auto equals a backend's contender it is none; on an H200, CUDA's
     longest = max(next(rows[name] for name in served if name in rows)["cpu_us"] for rows, *_ in cases.values())
     verdict = f"{'met' if longest <= max_cpu_us else '**not met**'}, up to {number(longest)} us"
     limit = f"the goal is that the CPU issues a call of auto in {max_cpu_us:g} us: {verdict}"
