@@ -477,19 +477,17 @@ struct HeadProducts {
   // threads, and `shared` is the address of 256 floats per warp.
   template <int WARPS>
   DEVICE void add_to(float* matrix, float factor, u32 shared, int thread) const {
-    constexpr int FLOAT = sizeof(float);
     const int warp = thread >> 5, lane = thread & 31;
     named_barrier(1, 32 * WARPS);
 #pragma unroll
     for (int e = 0; e < 8; e += 2) {
       const int out = (lane >> 2) + 8 * (e >> 1 & 1), in = 8 * (e >> 2) + 2 * (lane & 3);
-      store_shared(shared + FLOAT * (warp * 256 + out * 16 + in), __float_as_uint(sums[e]),
-                   __float_as_uint(sums[e + 1]));
+      store_shared(shared + 4 * (warp * 256 + out * 16 + in), __float_as_uint(sums[e]), __float_as_uint(sums[e + 1]));
     }
     named_barrier(1, 32 * WARPS);
     for (int i = thread; i < 256; i += 32 * WARPS) {
       float sum = 0.f;
-      for (int w = 0; w < WARPS; ++w) sum += __uint_as_float(load_shared(shared + FLOAT * (w * 256 + i)));
+      for (int w = 0; w < WARPS; ++w) sum += __uint_as_float(load_shared(shared + 4 * (w * 256 + i)));
       matrix[i] += sum * factor;
     }
   }

@@ -6,8 +6,8 @@ compute-sanitizer --tool memcheck --report-api-errors no python tests/sanitize.p
 compute-sanitizer --tool racecheck python tests/sanitize.py --every-lane
 
 An argument, ``convolution``, ``pipelines`` or ``heads``, chooses operators of one convolution before the softmax, those
-in strips, or heads that mix on the chip. ``--every-lane`` compiles kernels in which every lane of a warp arrives at a
-barrier, where otherwise one does after ``__syncwarp``, because racecheck does not know what that orders.
+in strips, or heads that mix on the chip. In the kernels of the last, one lane arrives at a barrier for its warp, after
+``__syncwarp``, and racecheck does not know what that orders. With ``--every-lane`` every lane arrives.
 """
 
 from __future__ import annotations

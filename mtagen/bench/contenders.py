@@ -256,8 +256,8 @@ class Auto(Built):
             return False
         try:
             passes = self.plan(case).passes
-            first, *others = {one.backend for one in passes if (one.plan.pass_name == "decode") == case.decodes}
-            return bool(others) or f"mtagen {first}" not in self._beside
+            served = {f"mtagen {one.backend}" for one in passes if (one.plan.pass_name == "decode") == case.decodes}
+            return len(served) > 1 or not served.issubset(self._beside)
         except Exception:  # the contender's row will show the error
             return True
 
@@ -695,7 +695,7 @@ def entrants(
     return [contender for contender in listed if not isinstance(contender, elsewhere)]
 
 
-def _contenders(device: torch.device, max_materialised: int, names: Collection[str]) -> list[Contender]:
+def _contenders(device: torch.device, max_materialised: int, beside: Collection[str]) -> list[Contender]:
     theirs: dict[str, Any] = {"only": _is_a_pipeline, "attention": authors_attention}
     plain = [
         Eager("eager", device, max_materialised),
@@ -718,7 +718,7 @@ def _contenders(device: torch.device, max_materialised: int, names: Collection[s
         Built("mtagen triton", device, backend="triton"),
         Paged("mtagen cuda paged", device, backend="cuda"),
         Paged("mtagen triton paged", device, backend="triton"),
-        Auto("mtagen auto", device, names),
+        Auto("mtagen auto", device, beside),
         Built("mtagen cuda sm_80", device, only=_is_the_papers, backend="cuda", target="sm_80"),
         Built("mtagen triton sm_80", device, only=_is_the_papers, backend="triton", target="sm_80"),
         Built("mtagen triton sm_89", device, only=_is_the_papers, backend="triton", target="sm_89"),
